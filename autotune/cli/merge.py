@@ -139,6 +139,7 @@ def _by_age(sources: Sequence[Source], places: Sequence[Place]) -> dict[str, Any
         "sum_s_per_byte": max(p.sum_s_per_byte for p in shown),
         "latency_at_work": max(p.latency_at_work for p in shown),
         "bytes_at_work": max(p.bytes_at_work for p in shown),
+        "disturbed": tuple(d for source in by_age for d in source.profile.disturbed),
     }
 
 

@@ -219,8 +219,22 @@ def show_profile(profile: ClusterProfile, console: Console) -> None:
     console.print(_devices(profile))
     if profile.estimated:
         console.print(ESTIMATED)
+    if (warning := disturbed(profile)) is not None:
+        console.print(f"warning: {warning}", style="yellow", highlight=False)
     for line in (*_messages(profile), *_tuned(profile), *_origins(profile)):
         console.print(line)
+
+
+def disturbed(profile: ClusterProfile) -> str | None:
+    """Says what was measured while something else used the devices, and what to do."""
+    if not profile.disturbed:
+        return None
+    what = ", ".join(f"{d.what} ({d.slower:.1f}x)" for d in profile.disturbed)
+    return (
+        "something else used the devices, so that one and the same work took longer, while "
+        f"these were measured: {what}. Times and plans may be wrong: close other programs and run "
+        "hetconv autotune again"
+    )
 
 
 def _devices(profile: ClusterProfile) -> Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from hetconv.schemas.tuning_results import TunedPlan
 from hetconv.tracing.graph import Graph
 
 from .plots import draw
-from .show import milliseconds
+from .show import disturbed, milliseconds
 
 RATIO = "kind", "weights", "step_s", "computed_weights", "computed_step_s"
+MAX_OFF = 0.3  # of a prediction that plans can be chosen by
 UNKNOWN = None, None  # a name, and its seconds
 
 
@@ -67,6 +68,7 @@ class Summary:
         shares: part of the operations of split layers that each device has.
         ratio: the tuned ratio, if one was searched.
         trials: number of plans that were measured.
+        warnings: why times or plans may be wrong.
     """
 
     model: str
@@ -79,6 +81,7 @@ class Summary:
     shares: tuple[float, ...]
     ratio: TunedRatio | None
     trials: int | None
+    warnings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """What was not measured is None."""
@@ -96,6 +99,7 @@ class Summary:
                 for name, way in ways.items()
                 if name != "tuned"
             },
+            "warnings": self.warnings,
             "layers": self.layers,
             "shares": self.shares,
             "ratio": {name: getattr(self.ratio, name) for name in RATIO}
@@ -129,18 +133,31 @@ def summarize(graph: Graph, profile: ClusterProfile, mode: Mode) -> Summary:
         if best is not None
         else (UNKNOWN, UNKNOWN)
     )
+    tuned = Way(best.name, best.step_s, best.predicted_s) if best is not None else None
     return Summary(
         graph.model,
         mode,
         tuple(d.name + " (emulated)" * d.emulated for d in profile.devices),
-        Way(best.name, best.step_s, best.predicted_s) if best is not None else None,
+        tuned,
         _way(EVEN, *even, predicted),
         _way(SINGLE_DEVICE, *alone, predicted),
         _layers(best) if best is not None else {},
         _shares(graph, splits, profile.world),
         ratio,
         best.trials if best is not None else None,
+        tuple(_warnings(profile, tuned)),
     )
+
+
+def _warnings(profile: ClusterProfile, tuned: Way | None) -> Iterator[str]:
+    if (warning := disturbed(profile)) is not None:
+        yield warning
+    if tuned is not None and tuned.off is not None and abs(tuned.off) > MAX_OFF:
+        yield (
+            f"the prediction for the plan is off by {tuned.off:+.0%}, so that a faster one "
+            "may have been missed: run hetconv autotune again, with a larger --budget and "
+            "while nothing else uses the devices"
+        )
 
 
 def _layers(best: TunedPlan) -> dict[str, int]:
@@ -254,6 +271,8 @@ def show_summary(summary: Summary, console: Console) -> None:
             f"layers: {cut or 'none is cut'}; work: {shares}; {tried}", highlight=False
         )
     console.print(_table(s))
+    for warning in s.warnings:
+        console.print(f"warning: {warning}", style="yellow", highlight=False)
 
 
 def _table(s: Summary) -> Table:

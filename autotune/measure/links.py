@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, permutations, product
+from math import inf
 from statistics import median
 from typing import Any, TypeVar
 
@@ -36,6 +37,7 @@ LINK_BYTES = tuple(1 << n for n in (10, 13, 16, 19, 22, 26))
 # That a rank sends: small messages lie in caches, large ones do not.
 COPY_BYTES = tuple(1 << n for n in (18, 20, 22, 24))
 EXCHANGE_BYTES = tuple(1 << n for n in (16, 19, 22))  # to each other rank
+PROBE_BYTES = 1 << 16
 SUM_BYTES = tuple(1 << n for n in (18, 20, 23))  # of a parameter
 CHANNELS = WIDTH = 16  # of the images that are gathered
 ROW_BYTES = 4 * CHANNELS * WIDTH  # of what one rank has of them
@@ -47,7 +49,12 @@ Start = Callable[[], Callable[[], Any]]  # what is returned waits for the result
 
 
 def link_models(
-    group: RankGroup, device: torch.device, sizes: Sequence[int] = LINK_BYTES
+    group: RankGroup,
+    device: torch.device,
+    sizes: Sequence[int] = LINK_BYTES,
+    *,
+    allowed_s: float = inf,
+    after_visit: Callable[[], None] = lambda: None,
 ) -> dict[str, LinkModel]:
     """Measures every pair of ranks each way, while the other ranks wait. Collective.
 
@@ -55,12 +62,19 @@ def link_models(
         group: all ranks.
         device: the device of this rank.
         sizes: of the messages, in bytes.
+        allowed_s: seconds that this may take, about; of slow links, smaller messages
+            alone are measured. The same on all ranks.
+        after_visit: called, on every rank, when all links have been visited once more.
 
     Returns:
         Latency and bandwidth by "low-high" ranks.
     """
     call_tags.enter_step("link_models")
     pairs = tuple(permutations(range(group.size), 2))
+    probes = [_round_trips(group, *pair, PROBE_BYTES, device) for pair in pairs]
+    slowest_s = max((median(seconds) for seconds in probes), default=0.0)
+    s_per_byte = max(all_gather_object(group, slowest_s)) / PROBE_BYTES
+    sizes = _affordable(sizes, len(pairs) * s_per_byte, allowed_s)
     own: dict[tuple[int, int], dict[int, list[float]]] = {
         pair: {size: [] for size in sizes} for pair in pairs if pair[0] == group.rank
     }
@@ -70,12 +84,29 @@ def link_models(
             seconds = _one_way(_round_trips(group, *pair, size, device), answers)
             if pair in own:
                 own[pair][size] += seconds
+        if pair == pairs[-1]:
+            after_visit()
     found = ChainMap(*all_gather_object(group, own))
     measured = conditions(device)
     return {
         f"{a}-{b}": replace(fit.link(found[a, b], found[b, a]), measured=measured)
         for a, b in combinations(range(group.size), 2)
     }
+
+
+def _affordable(
+    sizes: Sequence[int], s_per_byte: float, allowed_s: float
+) -> tuple[int, ...]:
+    """Returns the messages that all visits have time for, and the two smallest anyhow.
+
+    The largest takes most of the time, so that half of it is for the others.
+    """
+
+    def visits_s(size: int) -> float:
+        return VISITS * _repeats(size) * size * s_per_byte
+
+    fitting = [size for size in sizes if visits_s(size) <= allowed_s / 2]
+    return tuple(sizes[: max(len(fitting), 2)])
 
 
 def _one_way(round_trips: Sequence[float], answers: Sequence[float]) -> list[float]:
@@ -109,7 +140,10 @@ def _repeats(size: int) -> int:
 
 
 def with_contention(
-    profile: ClusterProfile, group: RankGroup, device: torch.device
+    profile: ClusterProfile,
+    group: RankGroup,
+    device: torch.device,
+    allowed_s: float = inf,
 ) -> ClusterProfile:
     """Adds what only shows when all ranks send at once. Collective.
 
@@ -120,6 +154,7 @@ def with_contention(
         profile: with the links alone.
         group: all ranks.
         device: the device of this rank.
+        allowed_s: as for `link_models`.
     """
     call_tags.enter_step("with_contention")
     if group.size < 2:
@@ -130,19 +165,30 @@ def with_contention(
         for one, known in zip(profile.devices, copying, strict=True)
     )
     links_alone = replace(profile, devices=devices, shared=(), sum_s_per_byte=0.0)
-    wires = (*_hosts(links_alone, group, device), *_cards(links_alone, group, device))
+    pairs = tuple(permutations(range(group.size), 2))
+    # As slow as where all pairs share one wire.
+    together = sum(profile.link(*pair).s_per_byte for pair in pairs)
+    exchanged = _affordable(EXCHANGE_BYTES, together, allowed_s)
+    wires = (
+        *_hosts(links_alone, group, device, exchanged),
+        *_cards(links_alone, group, device, exchanged),
+    )
     network = Network.of(links_alone)
     shared = tuple(wire for wire in wires if _is_slower(wire, network))
     measured = replace(links_alone, shared=shared)
     ranks = tuple(range(group.size))
-    sums = {size: _sum(group, size, device) for size in SUM_BYTES}
+    summed = _affordable(SUM_BYTES, together, allowed_s)
+    sums = {size: _sum(group, size, device) for size in summed}
     s_per_byte = _s_per_byte(_time_all(group, sums, device), ranks)
     expected = Network.of(measured).s_per_summed_byte(ranks)
     return replace(measured, sum_s_per_byte=max(s_per_byte - expected, 0.0))
 
 
 def _hosts(
-    profile: ClusterProfile, group: RankGroup, device: torch.device
+    profile: ClusterProfile,
+    group: RankGroup,
+    device: torch.device,
+    sizes: Sequence[int],
 ) -> list[SharedWire]:
     """Measures how the ranks of every host gather an image, with all copies.
 
@@ -155,9 +201,7 @@ def _hosts(
     ]
     if not nodes:
         return []
-    starts = {
-        size: _gather(profile.nodes, group, size, device) for size in EXCHANGE_BYTES
-    }
+    starts = {size: _gather(profile.nodes, group, size, device) for size in sizes}
     gathers = {size: partial(_finish, start) for size, start in starts.items()}
     times = _time_all(group, gathers, device)
     return [
@@ -177,7 +221,10 @@ def _finish(start: Start) -> Any:
 
 
 def _cards(
-    profile: ClusterProfile, group: RankGroup, device: torch.device
+    profile: ClusterProfile,
+    group: RankGroup,
+    device: torch.device,
+    sizes: Sequence[int],
 ) -> list[SharedWire]:
     """Every rank sends to, and receives from, every rank of another host."""
     if len(profile.nodes) < 2:
@@ -191,7 +238,7 @@ def _cards(
             group, message, sent, dict.fromkeys(others, tuple(message.shape))
         ).wait()
 
-    messages = {size: torch.zeros(size // 4, device=device) for size in EXCHANGE_BYTES}
+    messages = {size: torch.zeros(size // 4, device=device) for size in sizes}
     exchanges = {size: partial(exchange, x) for size, x in messages.items()}
     times = _time_all(group, exchanges, device)
     found = []

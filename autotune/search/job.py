@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,6 +54,8 @@ class Job:
         quiet: whether nothing is said but errors.
         verbose: whether everything is said that is measured.
         dtype: of the model; None if it stays as it is built.
+        began: when the command began, by this host's monotonic clock: the budget is for
+            all of it.
     """
 
     devices: tuple[DeviceName, ...]
@@ -70,6 +72,7 @@ class Job:
     quiet: bool = False
     verbose: bool = False
     dtype: str | None = None
+    began: float = field(default_factory=time.monotonic)
 
 
 class Run:
@@ -86,7 +89,6 @@ class Run:
 
     def __init__(self, job: Job, say: Reporter, stack: ExitStack):
         self.job, self.say, self.group = job, say, rank_group_of()
-        self.start = time.monotonic()
         self.name = job.devices[self.group.rank]
         self.device = torch.device(self.name.device)
         training = job.mode == "train"
@@ -147,8 +149,8 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Seconds since this job began."""
-        return time.monotonic() - self.start
+        """Seconds since the command began."""
+        return time.monotonic() - self.job.began
 
     def known(self, stage: str, key: str, type_: type[T]) -> T | None:
         """Returns what was kept, if it was.

@@ -13,6 +13,7 @@ from math import log
 from statistics import median
 from typing import NamedTuple
 
+from hetconv.autotune.measure.calibrate import Observation, calibrate
 from hetconv.autotune.measure.device_info import conditions
 from hetconv.autotune.measure.paired_rounds import MIN_ROUNDS, LogRatio
 from hetconv.cost.estimator import StepEstimator
@@ -23,7 +24,6 @@ from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio
 from hetconv.schemas.plan import SINGLE_DEVICE, Plan
 from hetconv.schemas.tuning_results import TunedPlan
 
-from .calibrate import Observation, calibrate
 from .finalists import Confirmation, FinalRace
 from .job import Run, part_of
 from .race import (
@@ -38,7 +38,7 @@ from .race import (
     plain_variants,
 )
 from .ratio_search import RatioSearch, ratio_of
-from .record import COMPARED_WITH, PLANS, PlanTiming
+from .record import COMPARED_WITH, PLANS, PlanTiming, with_drift
 from .shortlist import PREDICTION_ERROR, even_split, key_of, shortlist
 from .stages import PLANS_PART
 
@@ -108,6 +108,7 @@ class PlanSearch:
         self._time_all(shortlist(planned, even), reference)
         estimator = StepEstimator(self.run.graph, self.profile, mode)
         calibrated = calibrate(estimator, self._observations())
+        calibrated = with_drift(calibrated, [timing for _, timing in self.timed])
         replanned = contenders(self.run.graph, calibrated, mode=mode)
 
         expected = self._expected(shortlist(replanned), reference)

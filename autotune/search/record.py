@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import NamedTuple
 
 import optuna
 from optuna.trial import TrialState
 
+from hetconv.autotune.measure.pace import DISTURBED
 from hetconv.autotune.measure.paired_rounds import LogRatio
 from hetconv.autotune.measure.sampling import Passes
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.json_files import adapter
+from hetconv.schemas.provenance import Disturbance
 from hetconv.tracing.graph import Graph
 
 from .journal import BASELINE, TITLE, Store
@@ -42,6 +45,23 @@ class PlanTiming(NamedTuple):
     reference_s: float = 0.0
     compute_s: tuple[float, ...] = ()
     failure: str = ""
+
+
+def with_drift(
+    profile: ClusterProfile, timings: Sequence[PlanTiming]
+) -> ClusterProfile:
+    """Adds to a profile's disturbances that the device alone changed its speed.
+
+    Args:
+        profile: what is known so far.
+        timings: of plans, each beside the same steps of that device.
+    """
+    seconds = [timing.reference_s for timing in timings if timing.ratio is not None]
+    slower = max(seconds) / median(seconds) if seconds else 1.0
+    if slower <= DISTURBED:
+        return profile
+    added = Disturbance("plans", round(slower, 2))
+    return replace(profile, disturbed=(*profile.disturbed, added))
 
 
 class Trial(NamedTuple):

@@ -14,20 +14,23 @@ from hetconv.autotune.measure.fit import device_model
 from hetconv.autotune.measure.layer_workloads import workloads_of
 from hetconv.autotune.measure.links import link_models, with_contention
 from hetconv.autotune.measure.overlap import tune_chunks, with_overlap
-from hetconv.autotune.measure.sampling import Passes
+from hetconv.autotune.measure.pace import DISTURBED, PaceChecks
 from hetconv.comm.rank_group import all_gather_object
 from hetconv.nn.parallelize import parallelize
 from hetconv.planner.make_plan import make_plan
 from hetconv.schemas.cluster_profile import ClusterProfile, nodes_of
+from hetconv.schemas.device_model import DeviceModel
+from hetconv.schemas.provenance import Disturbance
 
 from .job import Run, part_of
+from .operator_samples import OperatorSamples
 from .race import step_of
 from .tile_stage import tune_tiles
 
 # Of the budget, what may be spent by the end of each stage; the finalists race after
 # that of plans.
-OPERATORS_PART, PLANS_PART, CHUNKS_PART = 0.5, 0.75, 1.0
-MAX_REVISITS = 4  # of an operator whose medians have not converged
+PLANS_PART, CHUNKS_PART = 0.75, 1.0
+LINKS_PART = 0.1  # for the links alone, and again for all at once
 
 
 def operators(run: Run) -> ClusterProfile:
@@ -39,38 +42,13 @@ def operators(run: Run) -> ClusterProfile:
     Returns:
         The first profile.
     """
+    pace = PaceChecks(run.group, run.device)
     workloads = workloads_of(run.graph, run.group.size)
-    enough = run.passed(part_of(run, OPERATORS_PART))
-    training = run.job.mode == "train"
-    samples: timer.Samples = {}
-    labels = {workload.key: workload.label for workload in workloads}
-
-    def keep(key: str, passes: dict[float, Passes]) -> None:
-        samples[key] = passes
-        run.keep("operators", key, all_gather_object(run.group, passes))
-        run.say.advance(labels[key])
-
-    run.say.stage("operators", len(workloads))
-    for workload in workloads:
-        known = run.known("operators", workload.key, list[dict[float, Passes]])
-        if known is not None:
-            samples[workload.key] = known[run.group.rank]
-            run.say.advance(f"{workload.label}, known")
-    left = [workload for workload in workloads if workload.key not in samples]
-    for key, passes in timer.time_workloads(left, run.device, enough, training):
-        keep(key, passes)
-    for _ in range(MAX_REVISITS):
-        uncertain = timer.most_uncertain(workloads, samples, run.device, training)
-        if not uncertain or timer.broadcast_object(enough()):
-            break
-        run.say.stage("operators again", len(uncertain))
-        for workload in uncertain:
-            if timer.broadcast_object(enough()):
-                break
-            passes = timer.time_again(
-                workload, samples[workload.key], run.device, training
-            )
-            keep(workload.key, passes)
+    measuring = OperatorSamples(run, workloads, pace)
+    measuring.measure()
+    measuring.measure_disturbed()
+    measuring.measure_uncertain()
+    samples = measuring.samples
     if missing := len(workloads) - len(samples):
         run.say.line(
             f"{missing} smaller operators were left to the fitted roofline; --budget would "
@@ -79,19 +57,36 @@ def operators(run: Run) -> ClusterProfile:
     bandwidth = timer.copy_bandwidth(run.device)
     mine = device_model(run.name, run.device, samples, workloads, bandwidth)
     devices = tuple(all_gather_object(run.group, mine))
-    profile = ClusterProfile(
-        devices, link_models(run.group, run.device), nodes=nodes_of(devices)
+    before = len(pace)
+    profile = _with_links(run, devices, pace)
+    profile = with_overlap(profile, run.graph, run.job.mode, run.device, run.say)
+    disturbed = measuring.disturbances()
+    links_slower = max(pace.slowdowns()[before:], default=1.0)
+    if links_slower > DISTURBED:
+        disturbed = (*disturbed, Disturbance("links", round(links_slower, 2)))
+    return replace(profile, disturbed=disturbed)
+
+
+def _with_links(
+    run: Run, devices: tuple[DeviceModel, ...], pace: PaceChecks
+) -> ClusterProfile:
+    """Measures links, in a part of the budget: large messages on fast links alone."""
+    allowed_s = LINKS_PART * run.job.budget
+    links = link_models(
+        run.group, run.device, allowed_s=allowed_s, after_visit=pace.check
     )
+    profile = ClusterProfile(devices, links, nodes=nodes_of(devices))
     for pair, link in profile.links.items():
         run.say.detail(
             f"link {pair}: {link.latency_s * 1e6:.0f} us, {1e-9 / link.s_per_byte:.2f} GB/s"
         )
-    profile = with_contention(profile, run.group, run.device)
+    profile = with_contention(profile, run.group, run.device, allowed_s)
+    pace.check()
     summing_ns = profile.sum_s_per_byte * 1e9
     run.say.detail(
         f"sums of gradients: {summing_ns:.2f} ns a byte beside their messages"
     )
-    return with_overlap(profile, run.graph, run.job.mode, run.device, run.say)
+    return profile
 
 
 def chunks(run: Run, profile: ClusterProfile) -> ClusterProfile:

@@ -22,6 +22,8 @@ REFINING: dict[str, Callable[[Run, ClusterProfile], ClusterProfile]] = {
     "chunks": chunks,
     "tiles": tiles,
 }
+OF_SPLITS = ("plans", "chunks")
+MAX_START = 0.3  # of the budget, that leaves enough to measure
 
 
 def tune(job: Job) -> Record:
@@ -47,6 +49,17 @@ def tune(job: Job) -> Record:
         run = Run(job, say, stack)
         named = ", ".join(f"{d}{' (emulated)' * d.emulated}" for d in job.devices)
         say.line(f"{run.graph.model}, {job.mode}, on {named}")
+        alone = len(job.devices) == 1
+        if alone:
+            say.line(
+                "one device: there is nothing to split; hetconv merge joins its profile with "
+                "those of other devices"
+            )
+        if run.seconds > MAX_START * job.budget:
+            say.line(
+                f"--budget {job.budget:g} is short, since starting took {run.seconds:.0f} s of it: "
+                "the least is measured, and it will take longer"
+            )
         profile = run.finished("operators")
         resumed = profile is not None
         profile = (
@@ -54,6 +67,8 @@ def tune(job: Job) -> Record:
         )
         took = {"operators": None if resumed else run.seconds}
         for name, refined in REFINING.items():
+            if alone and name in OF_SPLITS:
+                continue
             start, known = run.seconds, run.finished(name) if resumed else None
             resumed = known is not None
             profile = (

@@ -23,7 +23,7 @@ from .device_model import (
     SharedWire,
 )
 from .json_files import STRICT, AtLeastZero, Fraction, Positive
-from .provenance import MeasurementConditions
+from .provenance import Disturbance, MeasurementConditions
 from .tuning_results import TunedChunks, TunedPlan, TunedTile
 
 __all__ = [
@@ -74,7 +74,8 @@ class ClusterProfile:
     messages and adding, for a byte of sums of gradients that it holds.
     ``latency_at_work``: how many times the latency of links, between devices that rest,
     a message has in whole steps; ``bytes_at_work``: how many times as long its bytes
-    travel there. ``fingerprint``: the names of the links that were taken from the
+    travel there. ``disturbed``: what was measured while something else used the devices.
+    ``fingerprint``: the names of the links that were taken from the
     catalogue.
     """
 
@@ -92,6 +93,7 @@ class ClusterProfile:
     plans: tuple[TunedPlan, ...] = ()
     latency_at_work: Positive = 1.0
     bytes_at_work: Positive = 1.0
+    disturbed: tuple[Disturbance, ...] = ()
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:

@@ -11,6 +11,20 @@ from .json_files import STRICT
 
 
 @dataclass(frozen=True)
+class Disturbance:
+    """Something else used the devices while they were measured.
+
+    Attributes:
+        what: What was measured then: operators, links or plans.
+        slower: How many times as long as usual one and the same work took.
+    """
+
+    what: str
+    slower: Annotated[float, Field(ge=1)]
+    __pydantic_config__ = STRICT
+
+
+@dataclass(frozen=True)
 class DeviceIdentity:
     """Device that several profiles may have measured.
 

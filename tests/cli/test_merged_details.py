@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from hetconv.autotune.cli.merge import merge
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.device_model import Copying, DeviceModel, LinkModel, SharedWire
-from hetconv.schemas.provenance import MeasurementConditions
+from hetconv.schemas.provenance import Disturbance, MeasurementConditions
 from hetconv.schemas.tuning_results import TunedTile
 from hetconv.sharding.conv_spec import ConvSpec
 from tests.profiles import A0, A1, B0, BEFORE, NEW, OLD, profile, took
@@ -118,7 +118,7 @@ def test_merging_knows_every_field_of_a_profile() -> None:
     known = {
         ClusterProfile: "devices links tuned fingerprint estimated tiles chunks shared nodes "
         "overlap sum_s_per_byte "
-        "plans latency_at_work bytes_at_work",
+        "plans latency_at_work bytes_at_work disturbed",
         DeviceModel: "name kind memory_bytes flops_per_s bytes_per_s overhead_s "
         "backward_ratio emulated operators "
         "identity measured backward_overhead_s others corrections copying",
@@ -142,3 +142,11 @@ def test_of_the_same_tile_the_newest_profiles_counts() -> None:
         assert merge(profiles)[0].tiles == (tiles[1],)
     other = replace(old, tiles=(replace(tiles[0], what="input gradient"),))
     assert len(merge({"old": other, "new": new})[0].tiles) == 2
+
+
+def test_what_was_disturbed_in_any_profile_is_kept() -> None:
+    files = {
+        name: replace(profile([A0], at), disturbed=(Disturbance(name, 2.0),))
+        for name, at in (("links", OLD), ("plans", NEW))
+    }
+    assert [d.what for d in merge(files)[0].disturbed] == ["links", "plans"]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,11 +76,46 @@ def test_every_link_is_measured_each_way_and_known_to_all() -> None:
     assert all(m.measured == NOW for m in models.values())
     # A message of each size and of nothing, each of which a tiny one answers: as often
     # to every other rank.
-    repeats = links.VISITS * links._repeats(0)
-    expected = repeats * (sum(sizes) + links.ANSWER_BYTES * (1 + 3))
+    once = links._repeats(0)
+    expected = links.VISITS * once * (sum(sizes) + links.ANSWER_BYTES * (1 + 3))
+    expected += once * (links.PROBE_BYTES + links.ANSWER_BYTES)
     assert [sent for _, sent in found] == [
         {other: expected for other in range(3) if other != r} for r in range(3)
     ]
+
+
+@pytest.mark.parametrize(
+    ("allowed_s", "largest"),
+    [(inf, 1 << 26), (60.0, 1 << 22), (3.0, 1 << 16), (0.0, 1 << 13)],
+)
+def test_slow_links_are_measured_with_small_messages(
+    allowed_s: float, largest: int
+) -> None:
+    """At 25 MB/s each way, 64 MiB take 2.7 s: 80 s for all visits of two directions."""
+    sizes = links._affordable(links.LINK_BYTES, 2 / 25e6, allowed_s)
+    assert sizes == tuple(n for n in links.LINK_BYTES if n <= largest)
+
+
+def slow_link() -> tuple[set[int], int]:
+    """The sizes that are sent over a link of 25 MB/s, and how often it was visited."""
+    seen, visits = set[int](), []
+
+    def slow(_: Any, a: int, b: int, size: int, device: Any) -> list[float]:
+        seen.add(size)
+        return [1e-4 + size / 25e6]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "_round_trips", slow)
+        links.link_models(
+            rank_group_of(), CPU, allowed_s=3.0, after_visit=lambda: visits.append(1)
+        )
+    return seen, len(visits)
+
+
+def test_the_time_that_is_allowed_holds_for_all_links() -> None:
+    for seen, visits in on_ranks(2, slow_link):
+        assert seen == {links.ANSWER_BYTES, 1 << 10, 1 << 13, 1 << 16}
+        assert visits == links.VISITS
 
 
 def lopsided() -> LinkModel:

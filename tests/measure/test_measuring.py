@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.autotune.measure import timer
 from hetconv.autotune.measure.layer_workloads import LayerWorkload
 from hetconv.autotune.measure.sampling import PassCalls, Passes, TimePasses
-from hetconv.autotune.search import stages
+from hetconv.autotune.search import operator_samples, stages
 from hetconv.comm.rank_group import rank_group_of
 from hetconv.schemas.device_model import LinkModel
 from hetconv.sharding.conv_spec import ConvSpec
@@ -197,22 +198,29 @@ def revisited(enough_after: int) -> list[str]:
     kept: list[str] = []
     run: Any = SimpleNamespace(
         graph=None,
-        job=SimpleNamespace(mode="train"),
+        job=SimpleNamespace(mode="train", budget=60.0),
         group=rank_group_of(),
         device=CPU,
         name=DeviceName("cpu"),
         known=lambda *_: None,
         keep=lambda stage, key, value: kept.append(key),
         say=SimpleNamespace(
-            stage=lambda *_: None, advance=lambda *_: None, line=lambda _: None
+            stage=lambda *_: None,
+            advance=lambda *_: None,
+            line=lambda _: None,
+            detail=lambda _: None,
         ),
         on_gpu=False,
         passed=lambda _: lambda: len(kept) >= enough_after and dist.get_rank() == 0,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "workloads_of", lambda *_: layers)
-        patch.setattr(stages, "link_models", lambda *_: {"0-1": LinkModel(1.0, 1.0)})
+        patch.setattr(
+            stages, "link_models", lambda *_, **__: {"0-1": LinkModel(1.0, 1.0)}
+        )
         patch.setattr(stages, "with_contention", lambda profile, *_: profile)
+        patch.setattr(operator_samples, "DISTURBED", inf)
+        patch.setattr(stages, "DISTURBED", inf)
         patch.setattr(stages, "with_overlap", lambda profile, *_: profile)
         patch.setattr(timer, "_time_passes", lambda *_: LOUD)
         stages.operators(run)
@@ -222,7 +230,7 @@ def revisited(enough_after: int) -> list[str]:
 def test_visits_end_with_the_budget_or_after_some() -> None:
     both = [PIXELS.key, replace(PIXELS, op=Conv(replace(SPEC, K=8))).key]
     for kept in on_ranks(2, revisited, 99):
-        assert sorted(kept) == sorted(both * (1 + stages.MAX_REVISITS))
+        assert sorted(kept) == sorted(both * (1 + operator_samples.MAX_REVISITS))
     for kept in on_ranks(2, revisited, 3):
         assert kept[:2] == both
         assert len(kept) == 3

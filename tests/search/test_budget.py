@@ -62,7 +62,9 @@ class Clock:
         self.graph, self.device = captured(), torch.device("cpu")
         self.job = SimpleNamespace(mode="train", seed=0, budget=budget, trials=0)
         silent = lambda *_: None  # noqa: E731
-        self.say = SimpleNamespace(stage=silent, advance=silent, line=silent)
+        self.say = SimpleNamespace(
+            stage=silent, advance=silent, line=silent, detail=silent
+        )
         self.inputs = ModelInputs.of(torch.zeros(2, 4, 16, 16))
         self.race = self._race()
 

@@ -89,7 +89,10 @@ def searched(
         spent=spent,
         left_s=100.0 * (1 - spent),
         say=SimpleNamespace(
-            stage=lambda *_: None, advance=lambda *_: None, line=lines.append
+            stage=lambda *_: None,
+            advance=lambda *_: None,
+            line=lines.append,
+            detail=lines.append,
         ),
         race=SimpleNamespace(lead=lead),
         inputs=ModelInputs.of(torch.zeros(2, 4, 16, 16)),

@@ -216,7 +216,10 @@ def searching(
         job=SimpleNamespace(mode="train", seed=0, trials=8),
         store=store,
         say=SimpleNamespace(
-            stage=lambda *_: None, advance=lambda *_: None, line=lines.append
+            stage=lambda *_: None,
+            advance=lambda *_: None,
+            line=lines.append,
+            detail=lines.append,
         ),
         race=SimpleNamespace(lead=lead),
         device=torch.device("cpu"),

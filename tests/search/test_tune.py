@@ -6,6 +6,7 @@ import sqlite3
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from hetconv.autotune.measure import timer
 from hetconv.autotune.measure.layer_workloads import LayerWorkload, workloads_of
 from hetconv.autotune.measure.links import link_models
 from hetconv.autotune.models.inputs import InputSpec, TensorSpec
-from hetconv.autotune.search import race, stages
+from hetconv.autotune.search import operator_samples, race, stages
 from hetconv.autotune.search.job import Job
 from hetconv.autotune.search.journal import journal_of
 from hetconv.autotune.search.tune import REFINING, tune
@@ -113,7 +114,8 @@ def tuned(asked: Job, stop_in: str | None = None) -> tuple[Any, Counted]:
             stages, "link_models", partial(link_models, sizes=(1 << 10, 1 << 14))
         )
         patch.setattr(stages, "with_contention", lambda profile, *rest: profile)
-        patch.setattr(stages, "MAX_REVISITS", 0)
+        patch.setattr(operator_samples, "MAX_REVISITS", 0)
+        patch.setattr(operator_samples, "DISTURBED", inf)
         patch.setattr(timer, "time_workloads", counting)
         patch.setattr(race.Race, "_run", racing)
         if stop_in in REFINING:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import hetconv
-from hetconv.autotune.search import calibrate as module
-from hetconv.autotune.search.calibrate import (
+from hetconv.autotune.measure import calibrate as module
+from hetconv.autotune.measure.calibrate import (
     LATENCY_FACTORS,
     MAX_FACTOR,
     Observation,

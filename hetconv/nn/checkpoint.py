@@ -5,6 +5,7 @@ Each rank writes and reads its own slices.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import warnings
@@ -243,11 +244,20 @@ def _by_dcp(group: RankGroup | None, what: str, action: Callable[[], T]) -> T:
                 return action()
             return translate_backend_errors(group, action)
     except CheckpointException as e:
-        failures = "; ".join(
-            f"on rank {rank}: {type(x).__name__}: {x}"
-            for rank, (x, _) in sorted(e.failures.items())
-        )
+        failed = [(rank, e.failures[rank][0]) for rank in sorted(e.failures)]
+        failures = "; ".join(f"on rank {r}: {type(x).__name__}: {x}" for r, x in failed)
+        if any(_is_full(x) for _, x in failed):
+            failures = (
+                f"since the disk is full: free space on it, or save elsewhere; a checkpoint that "
+                f"was there before is unchanged ({failures})"
+            )
         raise HetConvError(f"{what} failed {failures}") from e
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether a disk is full: PyTorch's writer then says where it is in its file."""
+    full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    return full or "unexpected pos" in str(error)
 
 
 def _sibling(path: Path, group: RankGroup | None) -> Path:

@@ -4,6 +4,7 @@ torch; whole, or not at all.
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,14 @@ def test_a_save_that_is_cut_off_leaves_a_whole_checkpoint(
     assert not (tmp_path / ".run.old").exists()
 
 
+ERRORS = {
+    "raises": OSError("the cable is loose"),
+    "full": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    # What PyTorch's writer says of a full disk.
+    "writer": RuntimeError("[enforce fail] . unexpected pos 704 vs 598"),
+}
+
+
 def failing(path: Path, how: str) -> Any:
     """The second save fails on rank 1; what was said on this rank."""
     model, optimizer = trained(split(2, 0), "adam", 1)
@@ -277,7 +286,7 @@ def failing(path: Path, how: str) -> Any:
             super().write_data(plan, planner)
             if how == "dies":
                 os._exit(1)
-            raise OSError("the disk is full")
+            raise ERRORS[how]
 
     instead = {"elsewhere": lambda _: writer(path.with_name("elsewhere"))}.get(
         how, Failing
@@ -291,7 +300,9 @@ def failing(path: Path, how: str) -> Any:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("raises", ["HetConvError", "on rank 1", "the disk is full"]),
+        ("raises", ["HetConvError", "failed on rank 1", "the cable is loose"]),
+        ("full", ["HetConvError", "since the disk is full: free", "on rank 1"]),
+        ("writer", ["HetConvError", "since the disk is full: free", "on rank 1"]),
         ("elsewhere", ["HetConvError", "on rank 0", "__1_0.distcp", "all ranks share"]),
     ],
 )

@@ -139,7 +139,7 @@ def summarize(graph: Graph, profile: ClusterProfile, mode: Mode) -> Summary:
         mode,
         tuple(d.name + " (emulated)" * d.emulated for d in profile.devices),
         tuned,
-        _way(EVEN, *even, predicted),
+        _way(EVEN, *even, predicted) if profile.world > 1 else None,
         _way(SINGLE_DEVICE, *alone, predicted),
         _layers(best) if best is not None else {},
         _shares(graph, splits, profile.world),
@@ -255,7 +255,9 @@ def show_summary(summary: Summary, console: Console) -> None:
         )
     if s.tuned is None:
         console.print(
-            "no whole plan was measured: hetconv plan will go by what is predicted",
+            "no whole plan was measured: hetconv plan will go by what is predicted"
+            if len(s.devices) > 1
+            else "one device was measured, and nothing is split",
             highlight=False,
         )
     else:

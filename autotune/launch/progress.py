@@ -35,6 +35,7 @@ class Reporter:
         budget: Seconds that the job may take. The bar then shows how many are left.
         quiet: Whether to show nothing.
         verbose: Whether to show every step and detail.
+        began: When the job began, by `time.monotonic`; now by default.
         console: Where to show it; standard error by default.
 
     Example:
@@ -50,12 +51,13 @@ class Reporter:
         budget: float | None = None,
         quiet: bool = False,
         verbose: bool = False,
+        began: float | None = None,
         console: Console | None = None,
     ):
         self._title, self._budget = title, budget
         self._visible = not quiet and os.environ.get("RANK", "0") == "0"
         self._console = console or Console(stderr=True)
-        self._start = time.monotonic()
+        self._start = time.monotonic() if began is None else began
         draws = self._console.is_terminal and not self._console.is_dumb_terminal
         self._bar: Progress | None = None
         if self._visible and draws:

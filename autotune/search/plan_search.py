@@ -289,10 +289,10 @@ class PlanSearch:
         return sorted(expected, key=lambda plan: plan.log_ratio)
 
     def _tune_ratio(self, likeliest: Contender) -> TunedRatio | None:
-        """Refines the ratio of a plan, if it has one."""
+        """Refines the ratio of a plan, if it has one and time is left."""
         run = self.run
         found = ratio_of(likeliest.splits)
-        if found is None or not run.job.trials:
+        if found is None or not run.job.trials or run.left_s <= 0:
             return None
         part = part_of(run, RATIO_PART)
         trial_s = max(MIN_TRIAL_S, part * run.job.budget / run.job.trials)

@@ -42,7 +42,11 @@ def tune(job: Job) -> Record:
     with (
         ExitStack() as stack,
         Reporter(
-            "autotune", budget=job.budget, quiet=job.quiet, verbose=job.verbose
+            "autotune",
+            budget=job.budget,
+            quiet=job.quiet,
+            verbose=job.verbose,
+            began=job.began,
         ) as say,
     ):
         stack.enter_context(redirect_stdout(sys.stderr))  # whatever a model prints

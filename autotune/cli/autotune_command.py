@@ -28,6 +28,8 @@ from .options import (
 if TYPE_CHECKING:
     from hetconv.autotune.search.record import Record
 
+MAX_BUDGET = 7 * 24 * 3600.0
+
 
 def autotune(
     devices: Annotated[
@@ -50,7 +52,9 @@ def autotune(
         float,
         typer.Option(
             min=1,
-            help="Approximate seconds for operators, plans, ratios and, on GPUs, tiles.",
+            max=MAX_BUDGET,
+            help="Seconds that the command may take, about: for operators, plans, ratios and, on "
+            "GPUs, tiles.",
         ),
     ] = 150,
     output: Annotated[

@@ -54,7 +54,8 @@ def build_model(
         ) from e
     if not isinstance(model, nn.Module):
         raise HetConvError(
-            f"--model: {target} gave a {type(model).__name__}, not a torch.nn.Module"
+            f"--model: {target} returned a value of type {type(model).__name__}, not a "
+            "torch.nn.Module"
         )
     return model if dtype is None else model.to(DTYPES[dtype])
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+import torch
+
 from hetconv.errors import HetConvError
 
 from .user_code import UserCodeError
@@ -110,9 +112,14 @@ def _attribute(module: ModuleType, name: str, option: str) -> Any:
 def _library(name: str, option: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except ImportError as e:
+    except ModuleNotFoundError as e:
         raise HetConvError(
             f"{option}: {name} is not installed ({e}); install it with pip install {name}"
+        ) from e
+    except Exception as e:  # such as torchvision's, of another build than torch
+        raise HetConvError(
+            f"{option}: {name} cannot be imported: {type(e).__name__}: {e}; install the "
+            f"{name} that fits torch {torch.__version__}"
         ) from e
 
 
@@ -132,8 +139,10 @@ def _registered(
     return find
 
 
-def _of_torchvision(_: ModuleType, name: str, option: str) -> Callable[..., Any]:
-    models = importlib.import_module("torchvision.models")
+def _of_torchvision(
+    torchvision: ModuleType, name: str, option: str
+) -> Callable[..., Any]:
+    models = torchvision.models
     return _registered(models.list_models, models.get_model)(
         "torchvision", name, option
     )

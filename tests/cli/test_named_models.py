@@ -51,7 +51,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "nets" / "helper.py").write_text("WIDTH = 4\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    for name in ("own_model", "helper"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
 

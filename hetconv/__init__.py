@@ -92,6 +92,8 @@ __all__ = [
     "sync_replicated",
 ]
 
+__version__ = "0.1.0"
+
 _MODULES = {
     "comm.rank_group": "count_sent",
     "comm.redistribute": "redistribute",
@@ -125,8 +127,6 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names.sp
 def __getattr__(name: str) -> Any:
     if name == "kernels":
         return import_module(".kernels", __name__)
-    if name == "__version__":
-        return import_module("importlib.metadata").version("hetconv")
     if name not in _HOME:
         raise AttributeError(
             f"hetconv has no public name {name!r}; it has {', '.join(__all__)}"

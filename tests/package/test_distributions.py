@@ -86,3 +86,7 @@ def test_the_wheel_runs_in_a_new_environment(wheel: Path, tmp_path: Path) -> Non
         python, "-c", "import hetconv; print(hetconv.parallelize, hetconv.kernels)",
         cwd=tmp_path,
     )  # fmt: skip
+
+
+def test_the_citation_is_of_this_version() -> None:
+    assert f"\nversion: {hetconv.__version__}\n" in (ROOT / "CITATION.cff").read_text()

@@ -13,15 +13,13 @@ import typer
 from hetconv.autotune.measure.device_info import here
 from hetconv.autotune.measure.model_inputs import InputSpec
 from hetconv.autotune.measure.models import build_model
-from hetconv.cost.estimator import StepEstimator
-from hetconv.cost.timeline import Event, chrome_trace
+from hetconv.cost.timeline import chrome_trace
 from hetconv.errors import ProfileError
 from hetconv.planner.make_plan import make_plan
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.output_file import write
 from hetconv.schemas.plan import Plan
 from hetconv.sharding.split import KINDS
-from hetconv.tracing.graph import Graph
 from hetconv.tracing.tracer import capture
 
 from .options import (
@@ -101,7 +99,7 @@ def plan(
         print(", ".join(f"{what} {name}" for what, name in cluster.fingerprint.items()))
     print(f"wrote {output}")
     if trace is not None:
-        write_trace(trace, graph, cluster, made)
+        write_trace(trace, made)
         print(f"wrote {trace}")
 
 
@@ -133,17 +131,12 @@ def _cluster(
     return ClusterProfile.from_devices(devices, **joined, between=between)
 
 
-def write_trace(path: Path, graph: Graph, profile: ClusterProfile, plan: Plan) -> None:
-    """Simulates a step of the plan and writes it as a Chrome trace.
+def write_trace(path: Path, plan: Plan) -> None:
+    """Writes the simulated step of a plan as a Chrome trace.
 
     Args:
         path: the file.
-        graph: of the model.
-        profile: of the cluster.
-        plan: the plan.
+        plan: a plan that `make_plan` made.
     """
-    events: list[Event] = []
-    StepEstimator(graph, profile, plan.mode).of(plan.chosen).estimate(
-        plan.splits, events.append
-    )
+    events = plan.timeline.events() if plan.timeline is not None else ()
     write(path, (json.dumps(chrome_trace(plan.devices, events)) + "\n").encode())

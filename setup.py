@@ -6,5 +6,9 @@ from setuptools import find_packages, setup
 setup(
     packages=["hetconv", *(f"hetconv.{name}" for name in find_packages("hetconv"))],
     package_dir={"hetconv.kernels": "kernels", "hetconv.autotune": "autotune"},
-    package_data={"hetconv": ["py.typed"], "hetconv.schemas": ["devices.json"]},
+    package_data={
+        "hetconv": ["py.typed"],
+        "hetconv.autotune.report": ["templates/*"],
+        "hetconv.schemas": ["devices.json"],
+    },
 )

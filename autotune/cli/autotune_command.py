@@ -31,8 +31,8 @@ from .options import (
     make_console,
     output_option,
 )
-from .plots import prepare
-from .summary import report
+from .report_command import PAGE, checked_folder
+from .summary import show_result
 
 
 def autotune(
@@ -81,10 +81,11 @@ def autotune(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of a table.")
     ] = False,
-    plot: Annotated[
+    report: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for plots of trials, measured layers and links.",
+            help=f"Folder to write a page about the result to, as {PAGE}.",
+            callback=checked_folder,
             show_default=False,
         ),
     ] = None,
@@ -102,8 +103,6 @@ def autotune(
         capture(
             build_model(model, model_args, seed), *given.args, **given.kwargs
         )  # what is wrong is said at once
-    if plot is not None:
-        prepare(plot)
     job = Job(
         tuple(named),
         model,
@@ -132,4 +131,4 @@ def autotune(
         )
         raise typer.Exit(130) from None
     if record is not None:  # this is rank 0, or the process that started it
-        report(record, job, make_console(), as_json=as_json, plot=plot)
+        show_result(record, job, make_console(), as_json=as_json, folder=report)

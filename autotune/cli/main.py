@@ -22,8 +22,8 @@ from .doctor import examine, show_report, visible
 from .merge import merge as merge_profiles
 from .options import make_console, output_option
 from .outdated import stale
-from .picture import draw
 from .plan_command import plan
+from .report_command import report
 from .show import show_gathers, show_layer, show_plan, show_profile
 
 app = typer.Typer(
@@ -34,6 +34,7 @@ app = typer.Typer(
 )
 app.command()(autotune)
 app.command()(plan)
+app.command()(report)
 
 
 class FileKind(StrEnum):
@@ -62,14 +63,10 @@ def show(
         str | None,
         typer.Option(help="Only what was considered for this layer, and why it lost."),
     ] = None,
-    picture: Annotated[
-        Path | None,
-        typer.Option(help="Draw a plan into this .svg, .png or .pdf instead."),
-    ] = None,
 ) -> None:
     """Show a plan or a profile as a table."""
     console = make_console()
-    options = {"--gathers": gathers or None, "--layer": layer, "--picture": picture}
+    options = {"--gathers": gathers or None, "--layer": layer}
     asked = [option for option, given in options.items() if given is not None]
     if len(asked) > 1:
         raise PlanError(f"{' and '.join(asked)} were given; give one of them")
@@ -81,9 +78,6 @@ def show(
         show_gathers(Plan.load(file), console)
     elif layer is not None:
         show_layer(Plan.load(file), layer, console)
-    elif picture is not None:
-        draw(Plan.load(file), picture)
-        print(f"wrote {picture}")
     else:
         show_plan(Plan.load(file), console)
 

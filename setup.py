@@ -16,5 +16,9 @@ setup(
         *(f"hetconv.{root}.{name}" for root in AT_ROOT for name in find_packages(root)),
     ],
     package_dir={f"hetconv.{name}": name for name in AT_ROOT},
-    package_data={"hetconv": ["py.typed"], "hetconv.schemas": ["devices.json"]},
+    package_data={
+        "hetconv": ["py.typed"],
+        "hetconv.autotune.report": ["templates/*"],
+        "hetconv.schemas": ["devices.json"],
+    },
 )

@@ -1,1 +1,1 @@
-"""The commands of ``hetconv``, their tables and pictures."""
+"""The commands of ``hetconv`` and their tables."""

@@ -24,6 +24,7 @@ from .options import (
     make_console,
     output_option,
 )
+from .report_command import PAGE, checked_folder
 
 if TYPE_CHECKING:
     from hetconv.autotune.search.record import Record
@@ -89,10 +90,11 @@ def autotune(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of a table.")
     ] = False,
-    plot: Annotated[
+    report: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for plots of trials, measured layers and links.",
+            help=f"Folder to write a page about the result to, as {PAGE}.",
+            callback=checked_folder,
             show_default=False,
         ),
     ] = None,
@@ -111,8 +113,7 @@ def autotune(
     from hetconv.autotune.search.journal import claimed, journal_of
     from hetconv.autotune.search.tune import tune
 
-    from .plots import prepare
-    from .summary import report
+    from .summary import show_result
 
     named = parse_devices(devices)
     asked = InputSpec.parse(input or (), inputs, dtype)
@@ -120,8 +121,6 @@ def autotune(
         built = build_model(model, model_args, seed, dtype)
         # What is wrong is said before ranks start.
         trace_model(built, asked.make(seed), mode is ModeName.train)
-    if plot is not None:
-        prepare(plot)
     job = Job(
         tuple(named),
         model,
@@ -151,4 +150,4 @@ def autotune(
         )
         raise typer.Exit(130) from None
     if record is not None:  # this is rank 0, or the process that started it
-        report(record, job, make_console(), as_json=as_json, plot=plot)
+        show_result(record, job, make_console(), as_json=as_json, folder=report)

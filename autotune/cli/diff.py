@@ -7,15 +7,21 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from hetconv.autotune.report.text import (
+    megabytes,
+    milliseconds,
+    seconds_of,
+    sent_bytes,
+    shape_text,
+    split_text,
+)
 from hetconv.schemas.plan import LayerPlan, Plan
-
-from .show import megabytes, milliseconds, seconds_of, split_text
 
 WHOLE: dict[str, Callable[[Plan], str]] = {
     "devices": lambda p: ", ".join(p.devices),
     "model": lambda p: p.model,
     "mode": lambda p: p.mode,
-    "inputs": lambda p: ", ".join("x".join(map(str, shape)) for shape in p.inputs),
+    "inputs": lambda p: ", ".join(map(shape_text, p.inputs)),
     "chosen": lambda p: p.chosen,
     "predicted step, ms": lambda p: milliseconds(
         p.predicted.step_s if p.predicted else None
@@ -23,9 +29,7 @@ WHOLE: dict[str, Callable[[Plan], str]] = {
     "busy, ms": lambda p: (
         ", ".join(map(milliseconds, p.predicted.compute_s)) if p.predicted else "-"
     ),
-    "MB sent": lambda p: (
-        megabytes(sum(map(sum, p.predicted.sent_bytes))) if p.predicted else "-"
-    ),
+    "MB sent": lambda p: megabytes(sent_bytes(p)) if p.predicted else "-",
     "memory, MB": lambda p: (
         ", ".join(map(megabytes, p.predicted.memory_bytes)) if p.predicted else "-"
     ),

@@ -16,10 +16,12 @@ from hetconv.errors import HetConvError, PlanError
 from .autotune_command import autotune
 from .options import SHOW_TRACEBACK, make_console, output_option
 from .plan_command import plan
+from .report_command import report
 
 app = typer.Typer(pretty_exceptions_enable=False)
 app.command()(autotune)
 app.command()(plan)
+app.command()(report)
 
 
 def _show_version(given: bool) -> None:
@@ -76,20 +78,15 @@ def show(
         str | None,
         typer.Option(help="Only what was considered for this layer, and why it lost."),
     ] = None,
-    picture: Annotated[
-        Path | None,
-        typer.Option(help="Draw a plan into this .svg, .png or .pdf instead."),
-    ] = None,
 ) -> None:
     """Show a plan or a profile as a table."""
     from hetconv.schemas.cluster_profile import ClusterProfile
     from hetconv.schemas.plan import Plan
 
-    from .picture import draw
     from .show import show_gathers, show_layer, show_plan, show_profile
 
     console = make_console()
-    options = {"--gathers": gathers or None, "--layer": layer, "--picture": picture}
+    options = {"--gathers": gathers or None, "--layer": layer}
     asked = [option for option, given in options.items() if given is not None]
     if len(asked) > 1:
         raise PlanError(f"{' and '.join(asked)} were given; give one of them")
@@ -101,9 +98,6 @@ def show(
         show_gathers(Plan.load(file), console)
     elif layer is not None:
         show_layer(Plan.load(file), layer, console)
-    elif picture is not None:
-        draw(Plan.load(file), picture)
-        print(f"wrote {picture}")
     else:
         show_plan(Plan.load(file), console)
 

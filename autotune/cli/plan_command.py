@@ -30,7 +30,6 @@ from .options import (
 if TYPE_CHECKING:
     from hetconv.schemas.cluster_profile import ClusterProfile
     from hetconv.schemas.plan import Plan
-    from hetconv.tracing.graph import Graph
 
 
 def plan(
@@ -102,7 +101,7 @@ def plan(
         print(", ".join(f"{what} {name}" for what, name in cluster.fingerprint.items()))
     print(f"wrote {output}")
     if trace is not None:
-        write_trace(trace, graph, cluster, made)
+        write_trace(trace, made)
         print(f"wrote {trace}")
 
 
@@ -139,21 +138,15 @@ def _cluster(
     return ClusterProfile.from_devices(devices, **joined, between=between)
 
 
-def write_trace(path: Path, graph: Graph, profile: ClusterProfile, plan: Plan) -> None:
-    """Simulates a step of the plan and writes it as a Chrome trace.
+def write_trace(path: Path, plan: Plan) -> None:
+    """Writes the simulated step of a plan as a Chrome trace.
 
     Args:
         path: the file.
-        graph: of the model.
-        profile: of the cluster.
-        plan: the plan.
+        plan: a plan that `make_plan` made.
     """
-    from hetconv.cost.estimator import StepEstimator
-    from hetconv.cost.timeline import Event, chrome_trace
+    from hetconv.cost.timeline import chrome_trace
     from hetconv.schemas.output_file import write
 
-    events: list[Event] = []
-    StepEstimator(graph, profile, plan.mode).of(plan.chosen).estimate(
-        plan.splits, events.append
-    )
+    events = plan.timeline.events() if plan.timeline is not None else ()
     write(path, (json.dumps(chrome_trace(plan.devices, events)) + "\n").encode())

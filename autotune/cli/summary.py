@@ -1,228 +1,42 @@
-"""Result of a tuning job: the plan beside an even split and the fastest single device."""
+"""Prints the result of a tuning job: the plan beside an even split and the fastest device."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from hetconv.autotune.measure.layer_workloads import forward_flops
+from hetconv.autotune.report.contents import Tuning
+from hetconv.autotune.report.page import write_report
+from hetconv.autotune.report.step_times import WAY_HEADS, Summary, summarize, way_cells
 from hetconv.autotune.search.job import Job
 from hetconv.autotune.search.record import Record
-from hetconv.cost.estimator import StepEstimator
-from hetconv.planner.candidates import EVEN, Candidates
-from hetconv.planner.partition import Splits
-from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio
-from hetconv.schemas.plan import SINGLE_DEVICE, Mode
-from hetconv.schemas.tuning_results import TunedPlan
-from hetconv.tracing.graph import Graph
+from hetconv.planner.make_plan import make_plan
 
-from .plots import draw
-from .show import disturbed, milliseconds
-
-RATIO = "kind", "weights", "step_s", "computed_weights", "computed_step_s"
-MAX_OFF = 0.3  # of a prediction that plans can be chosen by
-UNKNOWN = None, None  # a name, and its seconds
+from .report_command import PAGE
 
 
-@dataclass(frozen=True)
-class Way:
-    """A way to run the model: seconds of its steps as measured, if they were, and as predicted."""
-
-    name: str
-    measured_s: float | None = None
-    predicted_s: float | None = None
-
-    def faster_than(self, other: Way) -> float | None:
-        """How many times, as measured."""
-        if self.measured_s is None or other.measured_s is None:
-            return None
-        return other.measured_s / self.measured_s
-
-    @property
-    def off(self) -> float | None:
-        """By which part of what was measured the prediction was wrong."""
-        if self.measured_s is None or self.predicted_s is None:
-            return None
-        return self.predicted_s / self.measured_s - 1
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Result for a model and mode.
-
-    Attributes:
-        model: name of the model.
-        mode: whether the steps train.
-        devices: names of the devices.
-        tuned: the tuned plan, if one was measured.
-        even: the even split.
-        alone: the fastest single device.
-        layers: number of layers of each kind; empty where one device is the fastest.
-        shares: part of the operations of split layers that each device has.
-        ratio: the tuned ratio, if one was searched.
-        trials: number of plans that were measured.
-        warnings: why times or plans may be wrong.
-    """
-
-    model: str
-    mode: Mode
-    devices: tuple[str, ...]
-    tuned: Way | None
-    even: Way | None
-    alone: Way | None
-    layers: Mapping[str, int]
-    shares: tuple[float, ...]
-    ratio: TunedRatio | None
-    trials: int | None
-    warnings: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """What was not measured is None."""
-        ways = {"tuned": self.tuned, "even": self.even, "alone": self.alone}
-        return {
-            "model": self.model,
-            "mode": self.mode,
-            "devices": self.devices,
-            **{
-                name: asdict(way) if way is not None else None
-                for name, way in ways.items()
-            },
-            "speedup": {
-                f"over_{name}": _faster(self.tuned, way)
-                for name, way in ways.items()
-                if name != "tuned"
-            },
-            "warnings": self.warnings,
-            "layers": self.layers,
-            "shares": self.shares,
-            "ratio": {name: getattr(self.ratio, name) for name in RATIO}
-            if self.ratio is not None
-            else None,
-            "trials": {
-                "ratio": self.ratio.trials if self.ratio is not None else None,
-                "plans": self.trials,
-            },
-        }
-
-
-def _faster(way: Way | None, than: Way | None) -> float | None:
-    return way.faster_than(than) if way is not None and than is not None else None
-
-
-def summarize(graph: Graph, profile: ClusterProfile, mode: Mode) -> Summary:
-    """Summarizes a profile.
-
-    Where no plan was measured, the even split and the device are those that are predicted
-    to be the fastest.
-    """
-    ways = Candidates(graph, profile, mode)
-    best, ratio = ways.tuned_plan(), next(iter(ways.tuned()), None)
-    predicted, splits = (
-        _predictions(graph, profile, mode),
-        dict(best.splits) if best is not None else {},
-    )
-    even, alone = (
-        ((best.even, best.even_s), (best.alone, best.alone_s))
-        if best is not None
-        else (UNKNOWN, UNKNOWN)
-    )
-    tuned = Way(best.name, best.step_s, best.predicted_s) if best is not None else None
-    return Summary(
-        graph.model,
-        mode,
-        tuple(d.name + " (emulated)" * d.emulated for d in profile.devices),
-        tuned,
-        _way(EVEN, *even, predicted) if profile.world > 1 else None,
-        _way(SINGLE_DEVICE, *alone, predicted),
-        _layers(best) if best is not None else {},
-        _shares(graph, splits, profile.world),
-        ratio,
-        best.trials if best is not None else None,
-        tuple(_warnings(profile, tuned)),
-    )
-
-
-def _warnings(profile: ClusterProfile, tuned: Way | None) -> Iterator[str]:
-    if (warning := disturbed(profile)) is not None:
-        yield warning
-    if tuned is not None and tuned.off is not None and abs(tuned.off) > MAX_OFF:
-        yield (
-            f"the prediction for the plan is off by {tuned.off:+.0%}, so that a faster one "
-            "may have been missed: run hetconv autotune again, with a larger --budget and "
-            "while nothing else uses the devices"
-        )
-
-
-def _layers(best: TunedPlan) -> dict[str, int]:
-    alone = best.name.startswith(
-        SINGLE_DEVICE
-    )  # which is written as a cut into one part and nothing
-    return {} if alone else dict(Counter(split.kind for split in best.splits.values()))
-
-
-def _predictions(graph: Graph, profile: ClusterProfile, mode: Mode) -> dict[str, float]:
-    """Of even splits and devices alone."""
-    pricer, ways = (
-        StepEstimator(graph, profile, mode),
-        Candidates(graph, profile, mode).whole_models(),
-    )
-    wanted = {
-        name: splits
-        for name, splits in ways.items()
-        if name.startswith((EVEN, SINGLE_DEVICE))
-    }
-    return {name: pricer.step_s(name, splits) for name, splits in wanted.items()}
-
-
-def _way(
-    sort: str,
-    name: str | None,
-    measured_s: float | None,
-    predicted: Mapping[str, float],
-) -> Way | None:
-    """The one that was measured, or the first by prediction."""
-    if name is not None:
-        return Way(name, measured_s, predicted.get(name))
-    own = {n: s for n, s in predicted.items() if n.startswith(sort)}
-    first = min(own, key=own.__getitem__, default=None)
-    return Way(first, None, own[first]) if first is not None else None
-
-
-def _shares(graph: Graph, splits: Splits, world: int) -> tuple[float, ...]:
-    """Empty where nothing is cut."""
-    done = [0.0] * world
-    for name, split in splits.items():
-        if split.kind != "replicate":
-            done = [
-                d + forward_flops(graph.layers[name]) * share
-                for d, share in zip(done, split.shares, strict=True)
-            ]
-    return tuple(d / sum(done) for d in done) if sum(done) else ()
-
-
-def report(
-    record: Record, job: Job, console: Console, *, as_json: bool, plot: Path | None
+def show_result(
+    record: Record, job: Job, console: Console, *, as_json: bool, folder: Path | None
 ) -> None:
-    """Prints the result of a tuning job, and draws its figures.
+    """Prints the result of a tuning job, and writes its page.
 
     Args:
         record: what the job measured.
         job: its options.
         console: for the table.
         as_json: whether to print one JSON document instead.
-        plot: a folder for figures, if any.
+        folder: for the page, if any.
     """
-    drawn = draw(record, plot) if plot is not None else []
     summary = summarize(record.graph, record.profile, job.mode)
+    page = folder / PAGE if folder is not None else None
+    if page is not None:
+        plan = make_plan(record.graph, record.profile, mode=job.mode)
+        write_report(page, record.profile, plan, Tuning(record, summary))
     if as_json:
-        files = {"output": str(job.output), "plots": list(map(str, drawn))}
+        files = {"output": str(job.output), "report": str(page) if page else None}
         print(
             json.dumps(
                 files | {"stage_seconds": record.stage_s} | summary.to_json(), indent=1
@@ -230,8 +44,8 @@ def report(
         )
     elif not job.quiet:
         show_summary(summary, console)
-        for file in drawn:
-            print(f"wrote {file}")
+        if page is not None:
+            print(f"wrote {page}")
 
 
 def show_summary(summary: Summary, console: Console) -> None:
@@ -281,18 +95,8 @@ def _table(s: Summary) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("")
     table.add_column("what", overflow="fold")
-    for head in ("measured ms", "predicted ms", "off by", "tuned is faster"):
+    for head in WAY_HEADS[2:]:
         table.add_column(head, justify="right", no_wrap=True)
-    for label, way in (("tuned", s.tuned), ("even", s.even), ("alone", s.alone)):
-        if way is not None:
-            seconds = (milliseconds(t) for t in (way.measured_s, way.predicted_s))
-            off = f"{way.off:+.0%}" if way.off is not None else "-"
-            faster = _faster(s.tuned, way) if way is not s.tuned else None
-            table.add_row(
-                label,
-                way.name,
-                *seconds,
-                off,
-                f"{faster:.2f}x" if faster is not None else "",
-            )
+    for cells in way_cells(s.ways):
+        table.add_row(*cells)
     return table

@@ -20,12 +20,13 @@ from hetconv.tracing.graph import Graph
 from .memory import (
     MemoryUse,
     output_bytes,
+    parameter_bytes,
     peak_transient_bytes,
     receive_buffer_bytes,
     result_bytes,
     workspace_bytes,
 )
-from .memory_timeline import memory_bytes
+from .memory_timeline import held_copies, memory_bytes
 from .network import Array, Messages, Network, overlapped_s
 from .operator_cost import Operators
 from .propagate import Propagator, Schedule, ScheduledOp, Transfers, propagate
@@ -40,11 +41,13 @@ class LayerCost:
         forward_s: seconds by device.
         backward_s: likewise; empty in inference.
         sent_bytes: that all ranks send together.
+        memory_bytes: of its parameters, its result and what it receives, by device.
     """
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     sent_bytes: int
+    memory_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,10 +66,20 @@ class _Known:
     graph: Graph
     on_cpu: Array  # (P,): 1 for CPUs, 0 for others
 
+    @cached_property
     def layer_cost(self) -> LayerCost:
         forward, *backward = (tuple(seconds.tolist()) for seconds in self.layer_s)
         sent_bytes = sum(m.sent_bytes.sum() for m in chain(*self.messages))
-        return LayerCost(forward, backward[0] if backward else (), int(sent_bytes))
+        a, use = self.applied, self.footprint
+        splits = {a.node.layer: a.split} if a.node.layer is not None else {}
+        parameters = parameter_bytes(
+            self.graph, splits, self.network.world, a.node.layer
+        )
+        held = held_copies("train" if backward else "infer") * np.array(parameters)
+        memory = (held + use.result + use.receive_buffers).astype(int).tolist()
+        return LayerCost(
+            forward, backward[0] if backward else (), int(sent_bytes), tuple(memory)
+        )
 
     @cached_property
     def summed_s(self) -> tuple[float, ...]:
@@ -152,7 +165,7 @@ class StepEstimator:
         passes = [*_in_order(known), *self._summing(sums, rounds)]
         clocks = _walked(passes, Clocks(world, listener, self.network.overlap))
         layers = {
-            k.applied.node.layer: k.layer_cost()
+            k.applied.node.layer: k.layer_cost
             for k in known
             if k.applied.node.layer is not None
         }

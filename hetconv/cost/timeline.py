@@ -10,41 +10,13 @@ costs nothing there, may add to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from hetconv.schemas.timeline import THREADS, Event, Thread
+
 from .network import Array, Messages
-
-Thread = Literal["compute", "transfer"]
-THREADS: tuple[Thread, ...] = get_args(Thread)
-
-
-class Event(NamedTuple):
-    """Time span in which a device works or waits for one operator.
-
-    The two threads of a device are busy at the same time only where halos travel while
-    it computes.
-
-    Attributes:
-        device: Rank of the device.
-        thread: Thread of the device.
-        name: Name of the operator.
-        backward: Whether the device works for the operator's gradient.
-        waits: Whether the thread waits: the one that transfers for a sender, the one
-            that computes for halos.
-        start_s: Seconds from the start of the step.
-        end_s: Seconds from the start of the step.
-    """
-
-    device: int
-    thread: Thread
-    name: str
-    backward: bool
-    waits: bool
-    start_s: float
-    end_s: float
-
 
 Listener = Callable[[Event], None]
 

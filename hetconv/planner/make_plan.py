@@ -24,6 +24,7 @@ from hetconv.schemas.plan import (
     Plan,
     Prediction,
 )
+from hetconv.schemas.timeline import Event, Timeline
 from hetconv.sharding.layer_rules import Conv
 from hetconv.sharding.split import KINDS, Split, SplitKind
 from hetconv.tracing.fusion import fusible_functions
@@ -78,12 +79,13 @@ def make_plan(
         >>> make_plan(graph, profile).save("plan.json")
     """
     comparison = _Comparison(graph, profile, mode, memory_limit, kinds)
-    chosen = comparison.chosen
+    chosen, events = comparison.chosen, list[Event]()
     prediction, costs = comparison.estimates[chosen]
     splits = comparison.splits[chosen]
     alternatives: Mapping[str, tuple[Alternative, ...]] = {}
     if not chosen.startswith(SINGLE_DEVICE):  # where no layer has a choice
         alternatives = comparison.search.alternatives(splits)
+    comparison.estimator.of(chosen).estimate(splits, events.append)
     return Plan(
         profile.names,
         mode,
@@ -96,6 +98,7 @@ def make_plan(
         profile.estimated,
         profile.tiles,
         gathers(graph, splits, profile.world, mode),
+        Timeline.of(events),
     )
 
 
@@ -324,6 +327,7 @@ def _layer_plans(
             fusible.get(name, ()),
             chunks,
             alternatives.get(name, ()),
+            cost.memory_bytes,
         )
     return layers
 

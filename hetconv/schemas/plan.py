@@ -18,6 +18,7 @@ from hetconv.sharding.split import Split
 
 from . import json_files
 from .json_files import STRICT
+from .timeline import Timeline
 from .tuning_results import TunedTile
 
 VERSION = 1
@@ -61,6 +62,8 @@ class LayerPlan:
         chunks: Number of chunks of the batch in which a filter split is gathered in
             inference, each while the next one is computed.
         alternatives: Splits that the planner chose among.
+        memory_bytes: Predicted bytes on each device of the layer's parameters, with an
+            optimizer's moments in training, of its result, and of what it receives.
     """
 
     op: Conv | Linear
@@ -71,6 +74,7 @@ class LayerPlan:
     fusible: tuple[str, ...] = ()
     chunks: int = 1
     alternatives: tuple[Alternative, ...] = ()
+    memory_bytes: tuple[int, ...] = ()
     __pydantic_config__ = STRICT
 
 
@@ -154,6 +158,8 @@ class Plan:
         tiles: Tuned tiles of the profile.
         gathers: Operators that a better rule or another split could keep on shards, those
             that send most first.
+        timeline: Simulated step, if the planner made the plan. Where whole steps of the
+            plan were measured, ``predicted.step_s`` is what they took instead.
     """
 
     devices: tuple[str, ...]
@@ -167,6 +173,7 @@ class Plan:
     estimated: bool = False
     tiles: tuple[TunedTile, ...] = ()
     gathers: tuple[GatheredOp, ...] = ()
+    timeline: Timeline | None = None
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
@@ -181,13 +188,21 @@ class Plan:
             except ValueError as e:
                 raise PlanError(f"layer {name!r}: {e}") from e
             self._check_length(
-                f"layer {name!r}", layer.forward_s, layer.backward_s, empty=True
+                f"layer {name!r}",
+                layer.forward_s,
+                layer.backward_s,
+                layer.memory_bytes,
+                empty=True,
             )
         if (p := self.predicted) is not None:
             self._check_length(
                 "predicted", p.compute_s, p.memory_bytes, p.sent_bytes, *p.sent_bytes
             )
             self._check_length("predicted", p.communication_s, empty=True)
+        if (t := self.timeline) is not None and t.world > self.world:
+            raise PlanError(
+                f"timeline: has a span of rank {t.world - 1} for {self.world} devices"
+            )
 
     def _check_length(self, what: str, *by_rank: Sized, empty: bool = False) -> None:
         allowed = (self.world, 0) if empty else (self.world,)
@@ -248,6 +263,7 @@ class Plan:
             predicted=None,
             alternatives=None,
             gathers=(),
+            timeline=None,
         )
 
     def save(self, path: str | Path) -> None:

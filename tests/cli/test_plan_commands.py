@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import hetconv
+from hetconv.autotune.report import page
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Alternative
 from hetconv.sharding.split import REPLICATE, Split
@@ -73,13 +74,30 @@ def test_what_was_considered_is_shown(files: Path, command: Command) -> None:
     assert "chosen" in command("show", "root.json", "--layer", "")[1]
 
 
-def test_a_picture_is_drawn(files: Path, command: Command) -> None:
-    assert command("show", "a.json", "--picture", "plan.svg") == (
-        0,
-        "wrote plan.svg\n",
-        "",
+def test_a_report_of_a_profile_and_its_plan_is_written(
+    files: Path, command: Command
+) -> None:
+    replace(plan(), devices=("T4", "T4")).save(files / "c.json")
+    for args in (("cluster.json", "c.json"), ("cluster.json",)):
+        assert command("report", *args, "-o", "new/page.html") == (
+            0,
+            "wrote new/page.html\n",
+            "",
+        )
+        page = (files / "new/page.html").read_text()
+        assert ('id="layers"' in page) == (len(args) == 2)
+
+
+def test_without_its_libraries_a_report_names_what_to_install(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "LIBRARIES", ("jinja2", "no_such_library"))
+    status, said, wrong = command("report", "cluster.json")
+    assert (status, said) == (2, "")
+    assert wrong == (
+        "hetconv: a report needs no_such_library, which is not installed; "
+        "pip install 'hetconv[report]'\n"
     )
-    assert (files / "plan.svg").read_text().startswith("<?xml")
 
 
 @pytest.mark.parametrize(
@@ -104,18 +122,17 @@ def test_plans_are_compared_as_by_diff(
             "is a profile; give a plan with --layer",
         ),
         (
-            ("show", "a.json", "--layer", "two", "--picture", "x.svg"),
-            "--layer and --picture were given; give one",
-        ),
-        (
             ("show", "a.json", "--gathers", "--layer", "two"),
             "--gathers and --layer were given; give one",
         ),
         (("show", "a.json", "--layer", "nine"), "no layer 'nine'"),
+        (("report", "a.json"), "a.json: format is 'hetconv-plan'"),
+        (("report", "cluster.json", "cluster.json"), "format is 'hetconv-profile'"),
         (
-            ("show", "a.json", "--picture", "plan.txt"),
-            "cannot be written as 'plan.txt'",
+            ("report", "cluster.json", "a.json"),
+            "the plan is for a, b, but the profile has T4, T4; give the profile",
         ),
+        (("report", "cluster.json", "-o", "."), ". is a folder; name a file in it"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(

@@ -1,9 +1,7 @@
-"""What a person sees of plans: a layer explained, two plans compared, a picture."""
+"""What a person sees of plans: a layer explained, two plans compared."""
 
 from __future__ import annotations
 
-import builtins
-import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +11,8 @@ import pytest
 from rich.console import Console
 
 from hetconv.autotune.cli.diff import show_diff
-from hetconv.autotune.cli.picture import NAME, draw, shortened
 from hetconv.autotune.cli.show import show_layer, show_profile
-from hetconv.errors import HetConvError, PlanError
+from hetconv.errors import PlanError
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.device_model import Copying
 from hetconv.schemas.plan import Alternative, LayerPlan, Plan, Prediction
@@ -157,63 +154,6 @@ def test_plans_that_do_not_differ() -> None:
     assert not show_diff(plan(), changed(alternatives=()), Console(quiet=True))
 
 
-def texts(path: Path) -> set[str]:
-    """matplotlib draws letters as paths, and says in a comment what they are."""
-    parser = ET.XMLParser(target=ET.TreeBuilder(insert_comments=True))
-    root = ET.parse(path, parser).getroot()
-    return {(e.text or "").strip() for e in root.iter() if e.tag is ET.Comment}
-
-
-def test_a_picture_says_what_the_plan_says(tmp_path: Path) -> None:
-    draw(plan(), tmp_path / "plan.svg")
-    found = texts(tmp_path / "plan.svg")
-    assert {
-        *plan().layers,
-        "planned",
-        "even split",
-        "height",
-        "filter",
-        "computes",
-        "moves data",
-        "waits",
-    } <= found
-    assert {"3", "1", "2e+03", "0: a", "1: b"} <= found
-    assert [p.name for p in tmp_path.iterdir()] == ["plan.svg"]
-
-
-def many(layers: int) -> Plan:
-    one = plan().layers["one"]
-    named = {
-        f"encoder.stages.{i // 9}.layers.{i}.convolution": one for i in range(layers)
-    }
-    return replace(plan(), layers=named, estimated=True)
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        many(151),
-        many(0),
-        plan().with_splits({"two": REPLICATE}),
-        changed(split=Split("height", (0, 2))),
-    ],
-    ids=["deep", "empty", "by hand", "alone"],
-)
-def test_plans_of_every_form_have_a_picture(made: Plan, tmp_path: Path) -> None:
-    draw(made, tmp_path / "plan.svg")
-    found = texts(tmp_path / "plan.svg")
-    assert {shortened(name) for name in made.layers} <= found
-    if made.predicted is None:
-        assert {
-            "nothing is predicted: the plan was changed by hand",
-            "every device computes all",
-        } <= found
-    elif made.layers and made.world == 2 and made.layers.get("two"):
-        assert "all on device 1" in found
-    draw(made, tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_profile_shows_what_steps_have_taught() -> None:
     made = ClusterProfile.from_devices(["cpu", "cpu@0.5"])
     copies = replace(made.devices[0], copying=Copying(1e-10, 2e-10, 4e-10))
@@ -225,45 +165,3 @@ def test_a_profile_shows_what_steps_have_taught() -> None:
     assert "4 times these latencies and 1 times the bytes' time" in after
     assert "rank 0 sends 10.0, joins 5.0 and adds 2.5 GB/s through memory" in after
     assert "rank 1 sends" not in after
-
-
-def test_a_plan_from_before_shows_what_it_knows(tmp_path: Path) -> None:
-    assert plan().predicted is not None
-    draw(
-        replace(plan(), predicted=replace(plan().predicted, communication_s=())),
-        tmp_path / "plan.svg",
-    )
-    assert "moves data or waits" in texts(tmp_path / "plan.svg")
-    assert "moves data" not in texts(tmp_path / "plan.svg")
-
-
-def test_long_names_lose_letters_and_no_numbers() -> None:
-    name = "encoder.12.stages.layers.35.layer.1.convolution"
-    assert shortened(name) == "e.12.s.layers.35.layer.1.convolution"
-    assert len(shortened(name)) <= NAME
-    assert shortened("short.name") == "short.name"
-
-
-def test_a_picture_in_another_format_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        HetConvError, match=r"'plan\.bmp'; name it \*\.svg, \*\.png, \*\.pdf"
-    ):
-        draw(plan(), tmp_path / "plan.bmp")
-    assert not list(tmp_path.iterdir())
-
-
-def test_without_matplotlib_the_error_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    imported = builtins.__import__
-
-    def without(name: str, *args: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ModuleNotFoundError(f"No module named {name!r}")
-        return imported(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(
-        HetConvError, match=r"No module named 'matplotlib'.*pip install matplotlib"
-    ):
-        draw(plan(), tmp_path / "plan.svg")

@@ -17,13 +17,14 @@ from rich.console import Console
 from torch import nn
 
 from hetconv.autotune.cli import main
-from hetconv.autotune.cli.summary import Summary, Way, show_summary, summarize
+from hetconv.autotune.cli.summary import show_summary
 from hetconv.autotune.launch import launcher
 from hetconv.autotune.launch.launcher import parse_devices
 from hetconv.autotune.measure.sampling import Passes
 from hetconv.autotune.models import build
 from hetconv.autotune.models.build import build_model
 from hetconv.autotune.models.inputs import InputSpec
+from hetconv.autotune.report.step_times import Summary, Way, summarize
 from hetconv.autotune.search import tune
 from hetconv.autotune.search.job import Job
 from hetconv.autotune.search.journal import Store
@@ -222,14 +223,18 @@ def autotune(
 def test_the_command_prints_a_table_or_one_document_or_nothing(
     autotune: Callable[..., Any], tmp_path: Path
 ) -> None:
-    status, said, wrong, jobs = autotune("--plot", "new/plots")
+    status, said, wrong, jobs = autotune("--report", "new/report")
     assert (status, wrong, [job.quiet for job in jobs]) == (0, TALK, [False])
     assert "even split by height" in said
-    assert said.endswith("wrote new/plots/history.svg\nwrote new/plots/links.svg\n")
-    assert [p.name for p in sorted((tmp_path / "new/plots").iterdir())] == [
-        "history.svg",
-        "links.svg",
-    ]
+    assert said.endswith("wrote new/report/report.html\n")
+    page = (tmp_path / "new/report/report.html").read_text()
+    for words in (
+        "Measured step",
+        "Whole steps of Chain, train",
+        "operators: 1.5 s",
+        "0.500",
+    ):
+        assert words in page
 
     assert autotune("--quiet") == (0, "", TALK, jobs)
     assert jobs[-1].quiet
@@ -237,15 +242,15 @@ def test_the_command_prints_a_table_or_one_document_or_nothing(
         status, said, wrong, jobs = autotune(*args)
         found = json.loads(said)
         assert (status, wrong, jobs[-1].quiet) == (0, TALK, "--quiet" in args)
-        assert (found["output"], found["plots"]) == (str(tmp_path / "c.json"), [])
+        assert (found["output"], found["report"]) == (str(tmp_path / "c.json"), None)
         assert found["stage_seconds"] == {"operators": 1.5, "plans": None}
         assert found["speedup"] == {"over_even": 2.5, "over_alone": 1.5}
 
     (tmp_path / "file").write_text("")
     ran = len(jobs)
-    status, said, wrong, jobs = autotune("--plot", "file")
+    status, said, wrong, jobs = autotune("--report", "file")
     assert (status, said, len(jobs)) == (2, "", ran)
-    assert "no picture can be written to file" in wrong
+    assert "file/report.html cannot be written" in wrong
 
 
 def test_stages_are_timed_unless_an_earlier_run_had_finished_them(

@@ -17,9 +17,10 @@ import hetconv
 from hetconv.cost.estimator import StepEstimator
 from hetconv.cost.network import Messages, Network, overlapped_s
 from hetconv.cost.propagate import RUNNING_STATS_EXCHANGE
-from hetconv.cost.timeline import Clocks, Event, Pass, chrome_trace
+from hetconv.cost.timeline import Clocks, Pass, chrome_trace
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Mode, Prediction
+from hetconv.schemas.timeline import Event
 from hetconv.sharding.layout import Layout
 from hetconv.sharding.moves import exchanges
 from tests.nets import NETS, splits_of

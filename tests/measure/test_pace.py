@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetconv.autotune.cli.show import disturbed
 from hetconv.autotune.measure import pace, timer
 from hetconv.autotune.measure.pace import PaceChecks
 from hetconv.autotune.measure.paired_rounds import LogRatio
+from hetconv.autotune.report.profile_text import disturbance
 from hetconv.autotune.search.operator_samples import OperatorSamples
 from hetconv.autotune.search.record import PlanTiming, with_drift
 from hetconv.comm.rank_group import rank_group_of
@@ -98,11 +98,11 @@ def test_a_device_alone_that_changes_its_speed_is_told() -> None:
     drifting = [*steady, PlanTiming("two", LogRatio(0.0, 0.1), 2.1)]
     found = with_drift(profile, drifting)
     assert found.disturbed == (Disturbance("plans", 2.0),)
-    said = disturbed(found)
+    said = disturbance(found)
     assert said is not None
     assert "plans (2.0x)" in said
     assert "run hetconv autotune again" in said
-    assert disturbed(profile) is None
+    assert disturbance(profile) is None
 
 
 def test_a_profile_keeps_what_was_disturbed(tmp_path: Any) -> None:

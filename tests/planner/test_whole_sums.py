@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hetconv
-from hetconv.autotune.cli.show import split_text
+from hetconv.autotune.report.text import split_text
 from hetconv.cost.estimator import estimate
 from hetconv.errors import SplitError
 from hetconv.operators.base import reduce_scattered

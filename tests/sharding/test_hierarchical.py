@@ -19,8 +19,8 @@ from torch import nn
 
 import hetconv
 from hetconv.autotune.cli.diff import show_diff
-from hetconv.autotune.cli.picture import draw
 from hetconv.autotune.cli.show import show_plan
+from hetconv.autotune.report.plan_contents import contents_of
 from hetconv.comm.rank_group import rank_group_of
 from hetconv.cost.estimator import estimate, gathers
 from hetconv.cost.operator_cost import seams_of
@@ -339,7 +339,7 @@ def test_nodes_with_a_slow_wire_between_share_samples_and_split_them_within(
     assert Plan.load(tmp_path / "plan.json") == plan
 
 
-def test_a_plan_says_what_its_nodes_share(tmp_path: Path) -> None:
+def test_a_plan_says_what_its_nodes_share() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3))
     split = Split("height", (3, 1, 2, 2), ((2, 5), (2, 3)))
     plan, other = (
@@ -353,8 +353,8 @@ def test_a_plan_says_what_its_nodes_share(tmp_path: Path) -> None:
     bar = "█" * 8 + "▓" * 2 + "▒" * 3 + "░" * 3  # 15/32, 5/32, 6/32 and 6/32 of 16
     assert f"height  {bar} 3:1 | 2:2, samples 5:3" in said
     assert "height 3:1 | 2:2, samples 1:1" in said
-    draw(plan, tmp_path / "plan.svg")
-    assert "sample x height" in (tmp_path / "plan.svg").read_text()
+    (layer,) = contents_of(ClusterProfile.from_devices("4xT4"), plan).layers
+    assert (layer.kind, layer.sizes) == ("sample x height", "3:1 | 2:2, samples 5:3")
 
 
 @pytest.mark.parametrize(

@@ -138,12 +138,23 @@ const CONFIG = {
   modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
 };
 
+// On a phone the rank alone names a device: its name would take half of the width.
+function compact(layout, [trace]) {
+  if (!narrow() || layout.yaxis?.type !== "category") return layout;
+  const ranks = trace.y.map((name) => name.split(":")[0]);
+  return {
+    ...layout,
+    xaxis: { ...layout.xaxis, nticks: 6 },
+    yaxis: { ...layout.yaxis, tickvals: trace.y, ticktext: ranks.length > 16 ? ranks.map((r) => (r % 4 ? "" : r)) : ranks },
+  };
+}
+
 const drawn = new Map(); // from the element of a figure to what draws it again
 
 async function draw(figure) {
   const [plot, found] = [one(".plot", figure), (await data).figures[figure.dataset.figure]];
   const Plotly = await loadPlotly();
-  const again = () => Plotly.react(plot, found.data, themed(found.layout), CONFIG);
+  const again = () => Plotly.react(plot, found.data, themed(compact(found.layout, found.data)), CONFIG);
   drawn.set(figure, again);
   await again();
   figure.dataset.drawn = figure.dataset.figure;

@@ -97,7 +97,7 @@ function operatorTable(timeline) {
 
 function timelineLayout(timeline, from, to) {
   const count = timeline.devices.length;
-  const names = timeline.devices.map((name, rank) => (narrow() || name.length > 28 ? String(rank) : name));
+  const names = timeline.devices.map((name, rank) => (narrow() || plain(name).length > 28 ? String(rank) : name));
   const every = Math.ceil(count / 32);
   const ticks = names.map((_, rank) => rank).filter((rank) => rank % every === 0);
   return themed({

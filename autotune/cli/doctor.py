@@ -16,10 +16,10 @@ from rich.table import Table
 
 from hetconv.autotune.launch.probe import Outcome, try_pair
 from hetconv.autotune.launch.progress import Reporter
-from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.autotune.measure import device_info
 from hetconv.errors import HetConvError
 from hetconv.runtime.rank_devices import cpu_model, device_identity
+from hetconv.runtime.throttle import DeviceName
 
 Try = Callable[[tuple[str, str], str, float], Outcome]
 SHARING = (

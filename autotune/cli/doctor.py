@@ -17,7 +17,7 @@ from rich.table import Table
 from hetconv.autotune.launch.probe import Outcome, try_pair
 from hetconv.autotune.launch.progress import Reporter
 from hetconv.autotune.measure import device_info
-from hetconv.errors import HetConvError
+from hetconv.runtime.local_rank import check_devices
 from hetconv.runtime.rank_devices import cpu_model, device_identity
 from hetconv.runtime.throttle import DeviceName
 
@@ -156,12 +156,7 @@ def _found(name: DeviceName) -> Found:
     device = torch.device(name.device)
     if device.type == "cpu":
         return Found("cpu", cpu_model(), "cpu", device_info.memory_bytes(device))
-    gpus = torch.cuda.device_count()
-    if (device.index or 0) >= gpus:
-        there = ", ".join(["cpu", *(f"cuda:{i}" for i in range(gpus))])
-        raise HetConvError(
-            f"device {name.device!r} is not there; this process sees {there}"
-        )
+    check_devices([name])
     device = torch.device("cuda", device.index or 0)
     which = device_identity(device)
     return Found(

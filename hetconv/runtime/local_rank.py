@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hetconv.errors import HetConvError
+
 from .core_affinity import assign_cores
 from .throttle import DeviceName, set_speed
 
@@ -36,6 +38,18 @@ def rank_settings(world: int) -> dict[str, str]:
     threads = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // world, 1))}
     settings = threads | CPU_SETTINGS
     return {name: settings[name] for name in settings if name not in os.environ}
+
+
+def check_devices(devices: Sequence[DeviceName]) -> None:
+    """Raises `HetConvError` unless this process sees all of these devices."""
+    gpus = torch.cuda.device_count()
+    for name in devices:
+        device = torch.device(name.device)
+        if device.type == "cuda" and (device.index or 0) >= gpus:
+            there = ", ".join(["cpu", *(f"cuda:{i}" for i in range(gpus))])
+            raise HetConvError(
+                f"device {name.device!r} is not there; this process sees {there}"
+            )
 
 
 def take_cores(rank: int, devices: Sequence[DeviceName]) -> None:

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -61,15 +61,22 @@ def comes_true(what: Callable[[], bool]) -> bool:
     return true
 
 
-def left() -> tuple[set[str], set[str], set[int], int]:
-    """Files in memory and in the temporary folder, children, and open descriptors."""
+def left() -> tuple[list[str], set[int], int]:
+    """Temporary files, children, and open descriptors."""
     gc.collect()
-    return (
-        set(os.listdir("/dev/shm")),
-        {name for name in os.listdir(tempfile.gettempdir()) if "hetconv" in name},
-        set(children()),
-        len(os.listdir("/proc/self/fd")),
-    )
+    descriptors = len(os.listdir("/proc/self/fd"))
+    return os.listdir(tempfile.gettempdir()), set(children()), descriptors
+
+
+def named_memory(pid: int) -> set[str]:
+    """Files in memory that a process has mapped or opened, and that stay when it is killed."""
+    found = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.add(str(descriptor.readlink()))
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        found.update(line.split()[5:6])
+    return {name for name in found if name.startswith("/dev/shm")}
 
 
 @contextmanager
@@ -90,7 +97,11 @@ def program(text: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def test_nothing_is_left_after_close_or_when_nothing_refers_to_them() -> None:
+def test_nothing_is_left_after_close_or_when_nothing_refers_to_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     model = Failing().eval()
     plan = height_plan(model, X)
     # What the first one imports and opens for good is not counted.
@@ -104,8 +115,9 @@ def test_nothing_is_left_after_close_or_when_nothing_refers_to_them() -> None:
     workers = hetconv.Workers(plan, ["cpu", "cpu"])
     split = workers.parallelize(model)
     split(X)
-    pids = set(children()) - before[2]
+    pids = set(children()) - before[1]
     assert len(pids) == 2
+    assert not any(map(named_memory, pids))
     del workers
     split(X)
     del split  # which is all that there is
@@ -119,7 +131,7 @@ def test_what_befalls_one_worker_alone_ends_all(
 ) -> None:
     monkeypatch.setattr(rank_processes, "MAX_APART_S", 0.5)
     model = Failing().eval()
-    before = left()[2]
+    before = left()[1]
     workers = hetconv.Workers(height_plan(model, X), ["cpu", "cpu"])
     split = workers.parallelize(model)
     error, text = {

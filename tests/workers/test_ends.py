@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import hetconv
+from bench.shared.machine import children_of
 from hetconv.workers import rank_processes
 from tests import ROOT
 from tests.workers.models import Failing, height_plan
@@ -31,19 +32,6 @@ workers = hetconv.Workers(height_plan(model, x), devices="cpu,cpu")
 split = workers.parallelize(model)
 split(x)
 """
-
-
-def children(pid: int | None = None) -> list[int]:
-    """Process ids of the living children of a process, by default of this one."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(parent) == (pid or os.getpid()) and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
 
 
 def is_alive(pid: int) -> bool:
@@ -65,7 +53,7 @@ def left() -> tuple[list[str], set[int], int]:
     """Temporary files, children, and open descriptors."""
     gc.collect()
     descriptors = len(os.listdir("/proc/self/fd"))
-    return os.listdir(tempfile.gettempdir()), set(children()), descriptors
+    return os.listdir(tempfile.gettempdir()), set(children_of(os.getpid())), descriptors
 
 
 def named_memory(pid: int) -> set[str]:
@@ -115,7 +103,7 @@ def test_nothing_is_left_after_close_or_when_nothing_refers_to_them(
     workers = hetconv.Workers(plan, ["cpu", "cpu"])
     split = workers.parallelize(model)
     split(X)
-    pids = set(children()) - before[1]
+    pids = set(children_of(os.getpid())) - before[1]
     assert len(pids) == 2
     assert not any(map(named_memory, pids))
     del workers
@@ -141,7 +129,7 @@ def test_what_befalls_one_worker_alone_ends_all(
     with pytest.raises(error, match=text) as raised:
         split(X, how, 1)
     assert "the workers are closed, make new ones" in str(raised.value)
-    assert set(children()) == before
+    assert set(children_of(os.getpid())) == before
     with pytest.raises(hetconv.HetConvError, match=r"the workers are closed: .*rank 1"):
         split(X)
 
@@ -153,7 +141,7 @@ def test_workers_end_with_a_program_that_is_ended_within_a_call(
     with program(SCRIPT + "split(x, 'sleep', 1)") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "called\n"
-        pids = children(process.pid)
+        pids = children_of(process.pid)
         assert len(pids) == 2
         if (
             number == signal.SIGINT

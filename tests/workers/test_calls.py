@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import os
 import threading
 from collections.abc import Iterator
@@ -206,6 +207,16 @@ def test_a_model_that_nothing_refers_to_is_dropped_by_the_workers(
     second.key = key
     with pytest.raises(KeyError):
         second(image(1, 2, 9, 8))
+
+
+def test_the_example_of_the_documentation_runs() -> None:
+    source = hetconv.Workers.__doc__
+    assert source is not None
+    names = {"hetconv": hetconv, "torch": torch}
+    example = doctest.DocTestParser().get_doctest(source, names, "Workers", None, 0)
+    runner = doctest.DocTestRunner()
+    runner.run(example)
+    assert runner.summarize() == (0, 4)
 
 
 def test_a_measured_profile_is_matched_with_the_devices() -> None:

@@ -27,6 +27,7 @@ COMMANDS = {
     "autotune": "Autotune pairs of this machine: errors of prediction, gain of the plan.",
     "kills": "Kill or stop `hetconv autotune` at random moments: what was measured must survive.",
     "rebalance": "Slow one of two equal ranks while it trains, with and without a rebalancer.",
+    "workers": "Time a VAE's decoder under Workers and on torchrun's ranks; start Workers often.",
     "one-rank": "Time a network split on one rank of a GPU against plain, eager and in graphs.",
     "gpu": "Run all that needs a GPU, in minutes: tests and benchmarks as separate processes.",
     "readme": "Writes the tables of README.md and docs/predictions.md from the result files.",

@@ -43,7 +43,6 @@ from bench.shared.prediction_errors import (
 )
 from bench.shared.verdict import Demand
 from hetconv.autotune.launch.launcher import parse_devices, run_on
-from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.autotune.measure.paired_rounds import Round, Step, paired_rounds
 from hetconv.autotune.models.build import build_model, channels_last, random_input
 from hetconv.autotune.models.inputs import InputSpec, ModelInputs, TensorSpec
@@ -52,6 +51,7 @@ from hetconv.autotune.search.tune import tune
 from hetconv.comm.rank_group import no_payload, rank_group_of
 from hetconv.cost.estimator import StepEstimator
 from hetconv.planner.make_plan import PLANNED, make_plan
+from hetconv.runtime.throttle import DeviceName
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import SINGLE_DEVICE, Mode, Plan
 from hetconv.tracing.graph import Graph

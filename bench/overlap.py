@@ -26,7 +26,6 @@ import torch
 from bench.shared.machine import add_output_argument, commit, save
 from bench.shared.models import Stack, stack
 from hetconv.autotune.launch.launcher import parse_devices, run_on
-from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.autotune.measure.overlap import gathering
 from hetconv.autotune.measure.paired_rounds import paired
 from hetconv.autotune.models.build import channels_last, random_input
@@ -36,6 +35,7 @@ from hetconv.comm.rank_group import blocking, rank_group_of, through_backend
 from hetconv.nn.parallelize import parallelize
 from hetconv.planner.make_plan import make_plan
 from hetconv.planner.partition import whole_model
+from hetconv.runtime.throttle import DeviceName
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Mode
 from hetconv.sharding.conv_spec import ConvSpec

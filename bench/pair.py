@@ -25,7 +25,6 @@ from bench.shared.machine import add_output_argument, save
 from bench.shared.models import Stack, stack
 from bench.shared.selection import whole_number
 from hetconv.autotune.launch.launcher import parse_devices, run_on
-from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.autotune.measure.paired_rounds import paired
 from hetconv.autotune.models.build import channels_last, random_input
 from hetconv.autotune.models.inputs import InputSpec, ModelInputs, TensorSpec
@@ -45,6 +44,7 @@ from hetconv.operators.layers import conv_spec
 from hetconv.ops.conv import ConvCase, conv_case, convolution
 from hetconv.planner.make_plan import make_plan
 from hetconv.planner.partition import Splits, whole_model
+from hetconv.runtime.throttle import DeviceName
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Mode
 from hetconv.sharding.layer_rules import Conv, split_dim

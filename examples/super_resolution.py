@@ -31,9 +31,9 @@ import hetconv
 from examples import pictures
 from examples.edsr import EDSR
 from examples.photographs import HELD_OUT, Batches, Pair, bicubic, load, psnr
-from hetconv.autotune.launch import throttle
 from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.measure.paired_rounds import paired
+from hetconv.runtime import throttle
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICES = "cpu,cpu@0.5"  # the fast one first

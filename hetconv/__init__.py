@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .sharding.split import Split
     from .tracing.graph import Graph
     from .tracing.tracer import capture
+    from .workers.workers import Workers
 
 __all__ = [
     "Box",
@@ -70,6 +71,7 @@ __all__ = [
     "Split",
     "SplitError",
     "StepReport",
+    "Workers",
     "apply_plan",
     "apportion",
     "call_with_whole_weights",
@@ -120,6 +122,7 @@ _MODULES = {
     "sharding.layout": "Box Layout ReadRegion apportion",
     "tracing.graph": "Graph",
     "tracing.tracer": "capture",
+    "workers.workers": "Workers",
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 

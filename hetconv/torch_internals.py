@@ -149,6 +149,11 @@ INTERNALS = {
     "foreach_copy_": Internal(
         "torch", "_foreach_copy_", "to copy many small tensors in one call", True
     ),
+    "exception_wrapper": Internal(
+        "torch._utils",
+        "ExceptionWrapper",
+        "to raise an error of another process with its class and its traceback",
+    ),
     **{
         name: Internal(
             "torch.utils._pytree",
@@ -204,6 +209,7 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = find(
 disable_dynamo: Callable[..., Any] = find(INTERNALS["disable_dynamo"]) or (
     lambda fn: fn
 )
+ExceptionWrapper: Any = find(INTERNALS["exception_wrapper"])
 DispatchMode: Any = find(INTERNALS["dispatch_mode"])
 tree_iter: Callable[..., Any] = find(INTERNALS["tree_iter"])
 tree_map: Callable[..., Any] = find(INTERNALS["tree_map"])

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from hetconv.autotune.launch.launcher import check_present
 from hetconv.autotune.launch.probe import Outcome, try_pair
 from hetconv.autotune.launch.progress import Reporter
-from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.autotune.measure import device_info
+from hetconv.runtime.local_rank import check_devices
 from hetconv.runtime.rank_devices import cpu_model, device_identity
+from hetconv.runtime.throttle import DeviceName
 
 Try = Callable[[tuple[str, str], str, float], Outcome]
 SHARING = (
@@ -108,7 +108,7 @@ def examine(devices: Sequence[DeviceName], timeout: float) -> Report:
     Raises:
         HetConvError: a device is not present.
     """
-    check_present(devices)
+    check_devices(devices)
     found = tuple(map(_found, devices))
     cores = (
         len(os.sched_getaffinity(0))

@@ -8,9 +8,9 @@ from functools import cache
 
 import torch
 
-from hetconv.autotune.launch.throttle import computes_in_one_thread, slowdown
 from hetconv.comm.rank_group import RankGroup
 from hetconv.comm.thread_time import MAX_WAITING_PART
+from hetconv.runtime.throttle import computes_in_one_thread, slowdown
 
 from .barrier import tight_barrier
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.cost.operator_cost import arithmetic
 from hetconv.runtime.rank_devices import device_identity
+from hetconv.runtime.throttle import DeviceName
 from hetconv.schemas.device_model import Curve, DeviceModel, LinkModel, OperatorModel
 
 from .device_info import conditions, memory_bytes

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetconv import kernels
-from hetconv.autotune.launch.throttle import throttled
 from hetconv.cost.operator_cost import kind_of, operator_key
 from hetconv.planner.partition import extent_of, granularity
+from hetconv.runtime.throttle import throttled
 from hetconv.schemas.device_model import Axis
 from hetconv.sharding.conv_spec import ConvSpec
 from hetconv.sharding.layer_rules import Conv, Linear

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetconv import kernels
-from hetconv.autotune.launch.throttle import throttled
 from hetconv.comm.rank_group import RankGroup, rank_group_of
 from hetconv.ops.conv import conv_case, convolution
 from hetconv.runtime.het_tensor import HetTensor
+from hetconv.runtime.throttle import throttled
 from hetconv.sharding.conv_spec import ConvSpec
 from hetconv.sharding.layer_rules import Conv
 from hetconv.sharding.layout import Layout

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetconv.autotune.launch.throttle import discard_core_waits
 from hetconv.comm.rank_group import (
     all_gather_object,
     rank_group_of,
     translate_backend_errors,
 )
+from hetconv.runtime.throttle import discard_core_waits
 from hetconv.torch_internals import gpu_sleep
 
 from .barrier import barrier

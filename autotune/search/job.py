@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from hetconv.autotune.launch.progress import Reporter
-from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.autotune.measure import timer
 from hetconv.autotune.measure.device_info import conditions
 from hetconv.autotune.models.build import build_model, channels_last, trace_model
 from hetconv.autotune.models.inputs import InputSpec, ModelInputs
 from hetconv.comm.rank_group import rank_group_of
 from hetconv.errors import HetConvError
+from hetconv.runtime.throttle import DeviceName
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.json_files import adapter
 from hetconv.schemas.plan import Mode

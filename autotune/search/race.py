@@ -19,9 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hetconv.autotune.launch import throttle
 from hetconv.autotune.launch.supervisor import log_last_action
-from hetconv.autotune.launch.throttle import Computation, throttled
 from hetconv.autotune.measure import timer
 from hetconv.autotune.measure.cpu_share import core_share, uses_thread_clock
 from hetconv.autotune.measure.paired_rounds import (
@@ -38,6 +36,8 @@ from hetconv.autotune.models.inputs import ModelInputs
 from hetconv.comm.rank_group import RankGroup, all_gather_object, destroy, rank_group_of
 from hetconv.containers import map_tensors, tensors_in
 from hetconv.nn.parallelize import parallelize
+from hetconv.runtime import throttle
+from hetconv.runtime.throttle import Computation, throttled
 from hetconv.schemas.plan import Mode, Plan
 
 # Names of the two variants of a request that may be given up.

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 import hetconv
 from bench.shared.machine import RIVAL
 from examples.edsr import EDSR, SCALE
-from hetconv.autotune.launch.throttle import DeviceName, set_speed
 from hetconv.autotune.models.inputs import InputSpec, TensorSpec
 from hetconv.autotune.search.job import Job
 from hetconv.autotune.search.tune import tune
 from hetconv.comm.rank_group import all_gather_object, rank_group_of
 from hetconv.rebalancing.rebalancer import Rebalancer
+from hetconv.runtime.throttle import DeviceName, set_speed
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Plan
 from hetconv.tracing.graph import Graph

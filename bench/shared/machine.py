@@ -128,6 +128,19 @@ def _said(*command: str) -> str | None:
     return done.stdout.strip()
 
 
+def children_of(pid: int) -> list[int]:
+    """Process ids of a process's children that are alive."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:  # it has ended
+            continue
+        if int(parent) == pid and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
 @contextmanager
 def beside_a_busy_process(wanted: bool) -> Iterator[None]:
     """Binds this process to one core, the last, with a process that never rests;

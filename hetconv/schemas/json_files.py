@@ -87,6 +87,16 @@ def load(
         ) from e
 
 
+def format_of(path: str | Path) -> str | None:
+    """Returns which format a file says it has, such as "hetconv-plan"; None if it says none."""
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    found = document.get("format") if isinstance(document, dict) else None
+    return found if isinstance(found, str) else None
+
+
 def _read_document(path: str | Path, kind: str, error: type[HetConvError]) -> Document:
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -11,8 +11,8 @@ import pytest
 from bench import __main__ as bench
 from bench import overlap
 from bench.shared.models import Stack
-from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.comm.exchange import PendingExchange
+from hetconv.runtime.throttle import DeviceName
 from tests.spawn import spawn
 
 PAIR = (DeviceName("cpu"), DeviceName("cpu", 0.5))

@@ -28,8 +28,8 @@ from hetconv.autotune.cli.doctor import (
 )
 from hetconv.autotune.launch.probe import Outcome, communicate, main_reason, try_pair
 from hetconv.autotune.launch.supervisor import log_last_action
-from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.errors import HetConvError
+from hetconv.runtime.throttle import DeviceName
 from tests import ROOT
 
 CPUS = ("cpu", "cpu")

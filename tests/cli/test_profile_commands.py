@@ -15,8 +15,8 @@ from hetconv.autotune.cli import doctor
 from hetconv.autotune.cli.doctor import Pair, Report
 from hetconv.autotune.cli.outdated import REMEDY
 from hetconv.autotune.launch.probe import Outcome
-from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.autotune.measure.device_info import here
+from hetconv.runtime.throttle import DeviceName
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Plan
 

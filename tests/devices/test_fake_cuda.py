@@ -36,10 +36,11 @@ BRANCHES = {
     "hetconv/comm/collectives.py": "_start_collective: likewise",
     "hetconv/comm/redistribute.py": "_started: which pieces are packed",
     "hetconv/ops/pooling.py": "_differentiable",
-    "autotune/launch/throttle.py": "the clock and the pauses of slowed devices",
+    "hetconv/runtime/throttle.py": "the clock and the pauses of slowed devices",
     "hetconv/nn/parallelize.py": "_share_random_state",
     "hetconv/rebalancing/shard_moves.py": "_description: numbers of optimizers, in host memory",
     "hetconv/rebalancing/speed_probe.py": "a probe on a GPU is waited for",
+    "hetconv/runtime/local_rank.py": "the current device, and whether there is NCCL",
     "hetconv/runtime/rank_devices.py": "device_identity",
     "hetconv/runtime/step_monitor.py": "event_marks",
     "kernels/chip.py": "the chip",
@@ -188,11 +189,7 @@ def test_every_branch_for_cuda_is_listed() -> None:
         r"\bis_(cuda|cpu)\b(?!\"| is_sparse)|"
         r"device\.type [!=]= \"(cuda|cpu)\"|is_autocast_enabled\(\"cuda\"\)"
     )
-    files = [
-        *(ROOT / "hetconv").rglob("*.py"),
-        *(ROOT / "kernels").rglob("*.py"),
-        ROOT / "autotune/launch/throttle.py",
-    ]
+    files = [*(ROOT / "hetconv").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
     found = {
         str(path.relative_to(ROOT))
         for path in files

@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 import hetconv
 from hetconv.autotune.launch import supervisor
-from hetconv.autotune.launch.launcher import CPU_SETTINGS, parse_devices, run_on
+from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.launch.supervisor import RankFailedError, log_last_action
 from hetconv.comm.rank_group import all_gather_object, rank_group_of
+from hetconv.runtime.local_rank import CPU_SETTINGS
 from tests import ROOT
 
 PAIR = parse_devices("cpu,cpu@0.5")

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from hetconv.autotune.launch import throttle
 from hetconv.autotune.measure import cpu_share
 from hetconv.autotune.measure.cpu_share import clock_and_factor, core_share
+from hetconv.runtime import throttle
 
 CPU = torch.device("cpu")
 TEAM: Any = "a team"

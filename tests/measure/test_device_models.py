@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.autotune.measure import fit, timer
 from hetconv.autotune.measure.layer_workloads import LayerWorkload, Workload
 from hetconv.autotune.measure.other_workloads import DispatchOverhead, NonLayerOperator
@@ -18,6 +17,7 @@ from hetconv.autotune.measure.sampling import Passes
 from hetconv.cost.estimator import StepEstimator
 from hetconv.cost.operator_cost import operator_key
 from hetconv.planner.make_plan import PLANNED
+from hetconv.runtime.throttle import DeviceName
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.device_model import DeviceModel, LinkModel
 from hetconv.schemas.plan import SINGLE_DEVICE

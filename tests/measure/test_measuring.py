@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.autotune.measure import timer
 from hetconv.autotune.measure.layer_workloads import LayerWorkload
 from hetconv.autotune.measure.sampling import PassCalls, Passes, TimePasses
 from hetconv.autotune.search import operator_samples, stages
 from hetconv.comm.rank_group import rank_group_of
+from hetconv.runtime.throttle import DeviceName
 from hetconv.schemas.device_model import LinkModel
 from hetconv.sharding.conv_spec import ConvSpec
 from hetconv.sharding.layer_rules import Conv

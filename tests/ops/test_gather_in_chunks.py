@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv import kernels
-from hetconv.autotune.launch import throttle
 from hetconv.autotune.measure import overlap
 from hetconv.comm.exchange import PendingExchange
 from hetconv.comm.rank_group import blocking, count_sent
+from hetconv.runtime import throttle
 from hetconv.schemas.plan import Plan
 from hetconv.schemas.tuning_results import TunedChunks
 from hetconv.sharding.conv_spec import ConvSpec

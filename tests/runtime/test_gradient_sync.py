@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.autotune.launch import throttle
 from hetconv.comm.rank_group import count_sent, rank_group_of
-from hetconv.runtime import gradient_sync
+from hetconv.runtime import gradient_sync, throttle
 from hetconv.runtime.gradient_sync import synced_grad
 from hetconv.sharding.moves import all_reduce, buckets, bytes_per_pair
 from hetconv.sharding.split import SplitKind

@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hetconv.autotune.launch import throttle
-from hetconv.autotune.launch.throttle import Computation
 from hetconv.autotune.measure.paired_rounds import MIN_ROUNDS
 from hetconv.autotune.models.inputs import ModelInputs
 from hetconv.autotune.search import race
@@ -25,6 +23,8 @@ from hetconv.autotune.search.race import (
     TrialFailedError,
     plain_variants,
 )
+from hetconv.runtime import throttle
+from hetconv.runtime.throttle import Computation
 from hetconv.schemas.plan import Plan
 from tests.nets import Chain, plan_of, splits_of
 from tests.spawn import on_ranks

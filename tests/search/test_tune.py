@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hetconv.autotune.launch import throttle
 from hetconv.autotune.launch.launcher import parse_devices
 from hetconv.autotune.measure import timer
 from hetconv.autotune.measure.layer_workloads import LayerWorkload, workloads_of
@@ -27,6 +26,7 @@ from hetconv.autotune.search.journal import journal_of
 from hetconv.autotune.search.tune import REFINING, tune
 from hetconv.errors import HetConvError
 from hetconv.planner.make_plan import make_plan
+from hetconv.runtime import throttle
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import SINGLE_DEVICE
 from hetconv.tracing.tracer import capture

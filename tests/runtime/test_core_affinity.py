@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from hetconv.autotune.launch.core_affinity import assign_cores
 from hetconv.autotune.launch.launcher import parse_devices, run_on
+from hetconv.runtime.core_affinity import assign_cores
 
 
 @pytest.mark.parametrize(

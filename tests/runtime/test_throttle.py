@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetconv.autotune.launch import throttle
-from hetconv.autotune.launch.throttle import (
+from hetconv.autotune.measure.timer import timed
+from hetconv.errors import HetConvError
+from hetconv.runtime import throttle
+from hetconv.runtime.throttle import (
     Computation,
     DeviceName,
     set_speed,
     throttled,
     throttled_with_backward,
 )
-from hetconv.autotune.measure.timer import timed
-from hetconv.errors import HetConvError
 from hetconv.sharding.split import SplitKind
 from tests.equivalence import Differences, assert_same
 from tests.nets import IMAGE_KINDS

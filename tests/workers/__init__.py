@@ -1,0 +1,1 @@
+"""Split models from one process."""

@@ -29,7 +29,7 @@ COMMANDS = {
     "rebalance": "Slow one of two equal ranks while it trains, with and without a rebalancer.",
     "one-rank": "Time a network split on one rank of a GPU against plain, eager and in graphs.",
     "gpu": "Run all that needs a GPU, in minutes: tests and benchmarks as separate processes.",
-    "readme": "Writes the tables of README.md and docs/predictions.md from the result files.",
+    "readme": "Writes the tables of README.md and of docs from the result files.",
     "compile": "Compile every tile for every GPU: registers, spills, instructions. No GPU needed.",
 }
 MODULES = {

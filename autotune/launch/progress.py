@@ -32,7 +32,7 @@ class Reporter:
         quiet: Whether to show nothing.
         console: Where to show it; standard error by default.
 
-    Example:
+    Examples:
         >>> with Reporter("autotune") as reporter:
         ...     reporter.stage("operators", total=12)
         ...     reporter.advance("conv2d 3x3")

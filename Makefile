@@ -16,7 +16,7 @@ GPU_PACKAGES := pydantic pydantic-core annotated-types typing-inspection typing-
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: run test test-matrix lint types bench gpu gpu-wheels clean
+.PHONY: run test test-matrix lint types docs bench gpu gpu-wheels clean
 
 run: $(INSTALLED)
 	$(BIN)/python examples/super_resolution.py
@@ -36,6 +36,10 @@ lint: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(BIN)/mypy
+
+# Into build/site, which can be read without a server.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(INSTALLED)
 	$(BIN)/python -m bench pair

@@ -30,7 +30,7 @@ COMMANDS = {
     "workers": "Time a VAE's decoder under Workers and on torchrun's ranks; start Workers often.",
     "one-rank": "Time a network split on one rank of a GPU against plain, eager and in graphs.",
     "gpu": "Run all that needs a GPU, in minutes: tests and benchmarks as separate processes.",
-    "readme": "Writes the tables of README.md and docs/predictions.md from the result files.",
+    "readme": "Writes the tables of README.md and of docs from the result files.",
     "compile": "Compile every tile for every GPU: registers, spills, instructions. No GPU needed.",
 }
 MODULES = {

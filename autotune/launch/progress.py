@@ -38,7 +38,7 @@ class Reporter:
         began: When the job began, by `time.monotonic`; now by default.
         console: Where to show it; standard error by default.
 
-    Example:
+    Examples:
         >>> with Reporter("autotune") as reporter:
         ...     reporter.stage("operators", total=12)
         ...     reporter.advance("conv2d 3x3")

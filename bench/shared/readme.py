@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/predictions.md from the result files."""
+"""Writes the tables of README.md and of docs from the result files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODES = {"infer": "inference", "train": "training"}
 
 class Table(NamedTuple):
     """What stands in ``file`` between markers of this ``name``; ``rendered`` from a
-    folder of results.
+    folder of results, with links from the root.
     """
 
     file: Path
@@ -43,7 +43,9 @@ class Table(NamedTuple):
             raise HetConvError(
                 f"{self.file.name} has no {start} ... {end} to write between; put them back"
             )
-        return f"{head}{start}\n{self.rendered(results)}\n{end}{tail}"
+        up = "../" * (len(self.file.relative_to(ROOT).parts) - 1)
+        table = self.rendered(results).replace("](bench/", f"]({up}bench/")
+        return f"{head}{start}\n{table}\n{end}{tail}"
 
 
 def kernels(results: Path) -> str:
@@ -191,11 +193,12 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-README = ROOT / "README.md"
+MEASUREMENTS = ROOT / "docs" / "explanation" / "measurements.md"
 TABLES = (
-    Table(README, "kernels", kernels),
-    Table(README, "pair", pair),
-    Table(README, "networks", networks),
+    Table(ROOT / "README.md", "pair", pair),
+    Table(MEASUREMENTS, "pair", pair),
+    Table(MEASUREMENTS, "networks", networks),
+    Table(MEASUREMENTS, "kernels", kernels),
     Table(ROOT / "docs" / "predictions.md", "predictions", predictions),
 )
 

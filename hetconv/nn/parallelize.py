@@ -88,7 +88,7 @@ def parallelize(
         DisagreementError: On every rank, if ranks have different plans, models or
             options.
 
-    Example:
+    Examples:
         >>> model = hetconv.parallelize(model, hetconv.Plan.load("plan.json"))
         >>> y = model(x)
     """

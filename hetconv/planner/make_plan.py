@@ -73,7 +73,7 @@ def make_plan(
             do.
         SplitError: If a kind is not known.
 
-    Example:
+    Examples:
         >>> graph = capture(model, torch.zeros(8, 3, 224, 224))
         >>> profile = ClusterProfile.from_devices("2xT4", link="pcie3-x16")
         >>> make_plan(graph, profile).save("plan.json")

@@ -70,7 +70,7 @@ def apply_plan(
         LostRankError: Another rank is gone. The model then has either plan, on each rank
             that is left, and the last checkpoint loads.
 
-    Example:
+    Examples:
         >>> slowed = profile.slowed([1.0, 2.5])  # the second GPU has another job
         >>> hetconv.apply_plan(model, optimizer, hetconv.make_plan(graph, slowed))
     """

@@ -70,7 +70,7 @@ class Rebalancer:
         HetConvError: On every rank, if the model is not parallelized, captures its steps
             in CUDA graphs, or has replicas, which would decide each for itself.
 
-    Example:
+    Examples:
         >>> graph = hetconv.capture(model, x)
         >>> plan = hetconv.make_plan(graph, profile)
         >>> model = hetconv.parallelize(model, plan)

@@ -196,7 +196,7 @@ def monitor(
             in CUDA graphs, or an argument does not fit.
         PlanError: On every rank, if plan or profile are for another number of ranks.
 
-    Example:
+    Examples:
         >>> monitor = hetconv.monitor(model, plan, log_every=100)
         >>> for x, y in loader:
         ...     train_step(x, y)

@@ -47,7 +47,7 @@ def profile_of_ranks(
             has fewer of them than there are ranks.
         DisagreementError: On every rank, if ranks have different profiles.
 
-    Example:
+    Examples:
         >>> profile = hetconv.ClusterProfile.load("cluster.json")
         >>> profile = hetconv.profile_of_ranks(profile, "cuda")
         >>> model = hetconv.parallelize(model, hetconv.make_plan(graph, profile))

@@ -47,7 +47,19 @@ CALL_S = 5e-6  # that an operator takes however little it computes; an estimate 
 
 @dataclass(frozen=True)
 class TunedRatio:
-    """Proportions found by measuring whole steps of one model and mode, and computed ones."""
+    """Proportions found by measuring whole steps of one model and mode, and computed ones.
+
+    Attributes:
+        graph: Digest of the model's graph.
+        mode: Whether a step trains.
+        kind: Dimension along which all layers were cut.
+        weights: Proportions of the ranks whose step was the fastest.
+        step_s: Seconds of a step with them.
+        computed_weights: Proportions that the planner computed.
+        computed_step_s: Seconds of a step with those.
+        trials: Number of ratios that were measured.
+        measured: When, and under which versions; as its devices, if it is missing.
+    """
 
     graph: str
     mode: Literal["train", "infer"]
@@ -63,20 +75,29 @@ class TunedRatio:
 
 @dataclass(frozen=True)
 class ClusterProfile:
-    """Devices in rank order, links by "low-high" ranks, and tuned ratios and ``plans``.
+    """Devices and links of a cluster, and what was tuned on them.
 
-    ``tiles``: of the kernels on its GPUs, for the shares that the tuned ratio gives
-    them. ``chunks``: in how many a filter split is gathered while it is computed, where
-    that was measured. ``shared``: wires that several pairs use, beside the link of each
-    pair. ``nodes``: the ranks in each host; all in one, unless something else is said.
-    ``overlap``: while halos travel and the device computes, which part of the shorter
-    one takes no time of its own. ``sum_s_per_byte``: what each rank takes, beside
-    messages and adding, for a byte of sums of gradients that it holds.
-    ``latency_at_work``: how many times the latency of links, between devices that rest,
-    a message has in whole steps; ``bytes_at_work``: how many times as long its bytes
-    travel there. ``disturbed``: what was measured while something else used the devices.
-    ``fingerprint``: the names of the links that were taken from the
-    catalogue.
+    Attributes:
+        devices: Devices in rank order.
+        links: Links by their two ranks, as in "0-1", the lower one first.
+        tuned: Tuned ratios of whole models.
+        fingerprint: Names of the links that were taken from the catalogue.
+        estimated: Whether nothing was measured: devices come from data sheets.
+        tiles: Tiles of the kernels on its GPUs, for the shares that the tuned ratio
+            gives them.
+        chunks: In how many chunks a filter split is gathered while it is computed,
+            where that was measured.
+        shared: Wires that several pairs use, beside the link of each pair.
+        nodes: Ranks in each host; all in one by default.
+        overlap: While halos travel and the device computes, which part of the shorter
+            one takes no time of its own.
+        sum_s_per_byte: Seconds that each rank takes, beside messages and adding, for a
+            byte of sums of gradients that it holds.
+        plans: Plans of whole models whose steps were measured.
+        latency_at_work: How many times the latency of links, between devices that rest,
+            a message has in whole steps.
+        bytes_at_work: How many times as long the bytes of messages travel there.
+        disturbed: What was measured while something else used the devices.
     """
 
     devices: tuple[DeviceModel, ...]

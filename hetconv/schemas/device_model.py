@@ -26,6 +26,10 @@ class Curve:
 
     It may fall between two points, where kernels take a whole block faster than a part,
     but not beyond them.
+
+    Attributes:
+        shares: Rising shares, or bytes.
+        seconds: Seconds at each of them.
     """
 
     shares: tuple[Positive, ...]
@@ -67,7 +71,10 @@ class Curve:
 class OperatorModel:
     """Seconds of one operator along one axis, forward and backward apart.
 
-    ``measured`` with its device, unless it says otherwise.
+    Attributes:
+        forward: Seconds of the forward pass.
+        backward: Seconds of the backward pass.
+        measured: When, and under which versions; as its device, if it is missing.
     """
 
     forward: Curve

@@ -153,7 +153,10 @@ class ConvSpec:
         size: Input size per spatial dimension.
         K: Number of filters, of all groups.
         kernel: Filter size per spatial dimension.
-        stride: See `ConvGeometry`, as are padding, dilation and groups.
+        stride: Stride of the kernel per spatial dimension.
+        padding: Zeros before and after the input, per spatial dimension.
+        dilation: Distance of the kernel's taps per spatial dimension.
+        groups: Number of groups of channels.
         dtype: PyTorch's name of the data type of all tensors.
     """
 

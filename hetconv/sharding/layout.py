@@ -147,7 +147,7 @@ class Layout:
         Raises:
             LayoutError: The sizes do not add up to the extent of the dimension.
 
-        Example:
+        Examples:
             >>> Layout.sharded((8, 64, 32, 32), 1, (48, 16)).boxes[1].lo
             (0, 48, 0, 0)
         """
@@ -221,7 +221,7 @@ def sharded_dims(shape: Shape, boxes: Boxes) -> list[int]:
 def spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Returns the half-open ranges that consecutive pieces of these sizes cover.
 
-    Example:
+    Examples:
         >>> spans([3, 0, 2])
         [(0, 3), (3, 3), (3, 5)]
     """
@@ -247,7 +247,7 @@ def apportion(
     Raises:
         LayoutError: A weight is negative or infinite, or none is positive.
 
-    Example:
+    Examples:
         >>> apportion(64, (2.0, 1.0))
         (43, 21)
     """

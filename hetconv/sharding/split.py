@@ -49,7 +49,7 @@ class Split:
     Raises:
         SplitError: The fields do not describe a split.
 
-    Example:
+    Examples:
         >>> Split("height", (3, 1)).shares
         (0.75, 0.25)
     """

@@ -94,7 +94,7 @@ def solve(
     Raises:
         PlanError: If every choice is forbidden, or as `FactorGraph.of` does.
 
-    Example:
+    Examples:
         >>> solve({"a": [0, 1], "b": [0, 0]}, {("a", "b"): [[5, 5], [0, 2]]})
         Solution(choice={'a': 1, 'b': 0}, cost=1.0, gap=0.0, method='elimination')
     """

@@ -193,7 +193,7 @@ def capture(model: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) ->
     Raises:
         HetConvError: The model cannot be called with these arguments.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
         >>> [node.function for node in capture(model, torch.rand(1, 3, 8, 8)).nodes]
         ['conv2d', 'relu']

@@ -54,7 +54,7 @@ class RecordingLauncher:
 
     Results are as `torch.empty` makes them, as nothing is computed.
 
-    Example:
+    Examples:
         >>> launcher = RecordingLauncher()
         >>> with launching_by(launcher):
         ...     y = kernels.conv2d(x, w, backend="triton")

@@ -1,0 +1,1 @@
+"""Pages of the documentation, and what generates parts of them."""

@@ -1,0 +1,1 @@
+"""What is generated when the site is built: reference, errors, links, drawings."""

@@ -14,6 +14,7 @@ GROUPS = {
     "checkpoints": "save_checkpoint load_checkpoint full_state_dict load_full_state_dict "
     "full_optim_state_dict load_full_optim_state_dict",
     "plans": "make_plan Plan ClusterProfile Graph profile_of_ranks",
+    "workers": "Workers",
     "rebalancing": "Rebalancer monitor Monitor StepReport apply_plan",
     "data movement": "HetTensor gather redistribute Layout ReadRegion Box apportion count_sent",
     "kernels": "kernels",

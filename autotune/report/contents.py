@@ -29,7 +29,7 @@ from .step_times import (
     way_cells,
 )
 from .tables import Cells, Table
-from .text import ESTIMATED, gb_per_s
+from .text import ESTIMATED, count, gb_per_s
 
 MAX_PAIRS_SHOWN = 6  # of a row of links that are alike
 
@@ -102,7 +102,7 @@ def read(
         )
     told = contents_of(profile, plan) if plan is not None else None
     return Contents(
-        told.title if told else f"Cluster of {_count(profile.world, 'device')}",
+        told.title if told else f"Cluster of {count(profile.world, 'device')}",
         told.subtitle if told else ", ".join(dict.fromkeys(profile.names)),
         ESTIMATED if profile.estimated else "",
         told.facts if told else tuple(_facts(profile)),
@@ -124,12 +124,8 @@ def studies_of(tuning: Tuning | None) -> tuple[Study, ...]:
     return tuple(study for study in studies if study.trials)
 
 
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}{'s' * (n != 1)}"
-
-
 def _facts(profile: ClusterProfile) -> Iterator[tuple[str, str, str]]:
-    yield "Devices", str(profile.world), _count(len(profile.nodes), "node")
+    yield "Devices", str(profile.world), count(len(profile.nodes), "node")
     operators = {key for device in profile.devices for key in device.operators}
     yield "Operators measured", str(len(operators)), "convolutions and linear layers"
     yield "Plans tuned", str(len(profile.plans)), "on whole steps"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hetconv.autotune.search.record import Record, Study
-from hetconv.errors import PlanError
+from hetconv.errors import PlanError, few
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.device_model import LinkModel
 from hetconv.schemas.plan import Plan
@@ -97,8 +97,8 @@ def read(
     """
     if plan is not None and plan.devices != profile.names:
         raise PlanError(
-            f"the plan is for {', '.join(plan.devices)}, but the profile has "
-            f"{', '.join(profile.names)}; give the profile that the plan was made from"
+            f"the plan is for {few(plan.devices)}, but the profile has "
+            f"{few(profile.names)}; give the profile that the plan was made from"
         )
     told = contents_of(profile, plan) if plan is not None else None
     return Contents(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hetconv.autotune.search.record import Record, Study
-from hetconv.errors import PlanError
+from hetconv.errors import PlanError, few
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.device_model import LinkModel
 from hetconv.schemas.plan import Plan
@@ -29,7 +29,7 @@ from .step_times import (
     way_cells,
 )
 from .tables import Cells, Table
-from .text import ESTIMATED, gb_per_s
+from .text import ESTIMATED, count, gb_per_s
 
 MAX_PAIRS_SHOWN = 6  # of a row of links that are alike
 
@@ -97,12 +97,12 @@ def read(
     """
     if plan is not None and plan.devices != profile.names:
         raise PlanError(
-            f"the plan is for {', '.join(plan.devices)}, but the profile has "
-            f"{', '.join(profile.names)}; give the profile that the plan was made from"
+            f"the plan is for {few(plan.devices)}, but the profile has "
+            f"{few(profile.names)}; give the profile that the plan was made from"
         )
     told = contents_of(profile, plan) if plan is not None else None
     return Contents(
-        told.title if told else f"Cluster of {_count(profile.world, 'device')}",
+        told.title if told else f"Cluster of {count(profile.world, 'device')}",
         told.subtitle if told else ", ".join(dict.fromkeys(profile.names)),
         ESTIMATED if profile.estimated else "",
         told.facts if told else tuple(_facts(profile)),
@@ -124,12 +124,8 @@ def studies_of(tuning: Tuning | None) -> tuple[Study, ...]:
     return tuple(study for study in studies if study.trials)
 
 
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}{'s' * (n != 1)}"
-
-
 def _facts(profile: ClusterProfile) -> Iterator[tuple[str, str, str]]:
-    yield "Devices", str(profile.world), _count(len(profile.nodes), "node")
+    yield "Devices", str(profile.world), count(len(profile.nodes), "node")
     operators = {key for device in profile.devices for key in device.operators}
     yield "Operators measured", str(len(operators)), "convolutions and linear layers"
     yield "Plans tuned", str(len(profile.plans)), "on whole steps"

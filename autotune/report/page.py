@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from importlib.util import find_spec
@@ -20,6 +20,7 @@ from hetconv.schemas.plan import Plan
 from . import figures
 from .contents import Contents, Tuning, read, stage_lines, studies_of
 from .figures import Figure
+from .tables import Table
 
 LIBRARIES = "jinja2", "plotly"
 PACKAGE = "hetconv.autotune.report"
@@ -159,16 +160,8 @@ def _legend(names: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _table(table: Any) -> dict[str, Any]:
-    found = asdict(table)
-    return found | {
-        "numeric": table.numeric,
-        "marked": _listed(table.marked),
-    }
-
-
-def _listed(numbers: Iterable[int]) -> list[int]:
-    return sorted(numbers)
+def _table(table: Table) -> dict[str, Any]:
+    return asdict(table) | {"numeric": table.numeric, "marked": sorted(table.marked)}
 
 
 def _packed(text: str) -> str:

@@ -14,6 +14,7 @@ from .text import (
     REPLICATED,
     alternative_cells,
     chosen_of,
+    count,
     gather_cells,
     gigabytes,
     megabytes,
@@ -25,7 +26,6 @@ from .text import (
 )
 
 MAX_COLUMNS = 4  # devices up to which each has a column of the table of layers
-BY_HAND = "Nothing is predicted: the plan was changed by hand."
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def contents_of(profile: ClusterProfile, plan: Plan) -> PlanContents:
     p = plan.predicted
     return PlanContents(
         plan.model,
-        f"{plan.mode}, input {inputs}, on {len(plan.devices)} devices",
+        f"{plan.mode}, input {inputs}, on {count(plan.world, 'device')}",
         plan.chosen,
         tuple(_facts(profile, plan, p)) if p is not None else (),
         _heads(plan),

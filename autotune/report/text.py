@@ -45,6 +45,11 @@ def ratio_text(weights: Sequence[int]) -> str:
     return ":".join(map(str, weights))
 
 
+def count(n: int, what: str) -> str:
+    """Returns a number of things, as in ``1 device`` or ``2 devices``."""
+    return f"{n} {what}{'s' * (n != 1)}"
+
+
 def milliseconds(seconds: float | None, decimals: int = 2) -> str:
     """Returns seconds as milliseconds in text; a dash for None."""
     return f"{seconds * 1e3:.{decimals}f}" if seconds is not None else "-"

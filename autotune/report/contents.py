@@ -16,6 +16,7 @@ from .plan_contents import PlanContents, contents_of
 from .profile_text import (
     DEVICE_HEADS,
     device_cells,
+    disturbance,
     latency_text,
     message_lines,
     origin_lines,
@@ -54,7 +55,7 @@ class Contents:
     Attributes:
         title: Title.
         subtitle: What it is about, in one line.
-        estimated: What to say where nothing was measured; empty where it was.
+        warnings: Why numbers may be wrong: nothing was measured, or in a disturbed hour.
         facts: Label, number and a note of each of the few most important numbers.
         devices: Table of devices.
         links: Table of links; None for one device.
@@ -69,7 +70,7 @@ class Contents:
 
     title: str
     subtitle: str
-    estimated: str
+    warnings: Cells
     facts: tuple[tuple[str, str, str], ...]
     devices: Table
     links: Table | None
@@ -104,7 +105,7 @@ def read(
     return Contents(
         told.title if told else f"Cluster of {count(profile.world, 'device')}",
         told.subtitle if told else ", ".join(dict.fromkeys(profile.names)),
-        ESTIMATED if profile.estimated else "",
+        tuple(_warnings(profile, tuning)),
         told.facts if told else tuple(_facts(profile)),
         _devices(profile),
         _links(profile),
@@ -116,6 +117,15 @@ def read(
         tuple(_trials(study) for study in studies_of(tuning)),
         tuple(origin_lines(profile)),
     )
+
+
+def _warnings(profile: ClusterProfile, tuning: Tuning | None) -> Iterator[str]:
+    if profile.estimated:
+        yield ESTIMATED
+    if tuning is not None:
+        yield from tuning.summary.warnings
+    elif (warning := disturbance(profile)) is not None:
+        yield warning
 
 
 def studies_of(tuning: Tuning | None) -> tuple[Study, ...]:

@@ -9,10 +9,12 @@ import pytest
 from hetconv.autotune.report.contents import read
 from hetconv.autotune.report.plan_contents import LayerRow, PlanContents
 from hetconv.autotune.report.tables import Table
+from hetconv.autotune.report.text import ESTIMATED
 from hetconv.errors import PlanError
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.device_model import LinkModel
 from hetconv.schemas.plan import SINGLE_DEVICE, Plan
+from hetconv.schemas.provenance import Disturbance
 from hetconv.schemas.tuning_results import TunedPlan
 from hetconv.sharding.split import REPLICATE, Split
 
@@ -138,9 +140,12 @@ def test_a_plan_for_other_devices_is_refused() -> None:
 
 
 def test_a_profile_alone_has_devices_links_and_origins() -> None:
-    found = read(ClusterProfile.from_devices("2xT4/4xL4", between="ethernet-100g"))
+    profile = ClusterProfile.from_devices("2xT4/4xL4", between="ethernet-100g")
+    found = read(profile)
     assert (found.plan, found.title) == (None, "Cluster of 6 devices")
-    assert found.estimated
+    assert found.warnings == (ESTIMATED,)
+    marked = replace(profile, estimated=False, disturbed=(Disturbance("links", 2.5),))
+    assert "links (2.5x)" in read(marked).warnings[0]
     assert [cells[2] for cells in found.devices.rows] == ["0", "0", "1", "1", "1", "1"]
     assert found.links is not None
     assert [cells[0] for cells in found.links.rows] == [

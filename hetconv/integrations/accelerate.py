@@ -9,14 +9,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hetconv.errors import HetConvError
-from hetconv.nn.gradients import GradScaler, clip_grad_norm_
+from hetconv.nn.gradients import clip_grad_norm_
 from hetconv.nn.optimizer_state import (
     load_full_optim_state_dict,
     numbered_optim_state_dict,
 )
-from hetconv.nn.parameters import group_of_model
 from hetconv.nn.state_dict import full_state_dict
 from hetconv.runtime.batches import same_batches
+
+from .models import check_spans, model_of, scaler_of
 
 try:
     import accelerate
@@ -58,15 +59,9 @@ class Accelerator(accelerate.Accelerator):
         evaluation_mode: bool = False,
     ) -> nn.Module:
         """Prepares a split or a plain model, which is then the same on all processes."""
-        group = group_of_model(model)
-        if group is not None and group.size != self.state.num_processes:
-            raise HetConvError(
-                f"the model is split over {group.size} of {self.state.num_processes} processes, "
-                "but this accelerator gives all of them the same batches; split it over all"
-            )
+        check_spans(model, self.state.num_processes)
         if self.scaler is not None:
-            options = self.scaler_handler.to_kwargs() if self.scaler_handler else {}
-            self.scaler = GradScaler(model, self.device.type, **options)
+            self.scaler = scaler_of(model, self.device, self.scaler)
             for optimizer in self._optimizers:
                 optimizer.scaler = self.scaler
         # In this mode it does all but to wrap the model.
@@ -87,10 +82,10 @@ class Accelerator(accelerate.Accelerator):
         prepared = super().prepare_optimizer(optimizer, device_placement)
         inner = prepared.optimizer
         prepared.state_dict = lambda: numbered_optim_state_dict(
-            self._model_of(inner), inner
+            model_of(self._models, inner), inner
         )
         prepared.load_state_dict = lambda state: load_full_optim_state_dict(
-            self._model_of(inner), inner, state
+            model_of(self._models, inner), inner, state
         )
         return prepared
 
@@ -129,15 +124,4 @@ class Accelerator(accelerate.Accelerator):
         raise HetConvError(
             f"these {len(wanted)} parameters with gradients are not all those of a prepared "
             "model, or of a module of it, whose slices hetconv knows; give model.parameters()"
-        )
-
-    def _model_of(self, optimizer: Optimizer) -> nn.Module:
-        """Returns the prepared model whose parameters an optimizer has."""
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for model in self._models:
-            if own <= {id(p) for p in model.parameters()}:
-                return model  # type: ignore[no-any-return]
-        raise HetConvError(
-            f"the {len(own)} parameters of a {type(optimizer).__name__} are not those of one "
-            "prepared model; prepare the model too, and give each an optimizer of its own"
         )

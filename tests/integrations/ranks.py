@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import torch
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hetconv
 from tests.nets import Chain, plan_of, splits_of
 
+T = TypeVar("T")
 MAX_NORM = 0.5
 KINDS = ("filter", "channel", "height")
 
@@ -86,12 +86,11 @@ def note(run: Run, loss: Tensor, norm: Tensor, scheduler: Any) -> None:
     run.rates.append(scheduler.get_last_lr()[0])
 
 
-@contextmanager
-def as_under_torchrun() -> Iterator[None]:
-    """The environment of a rank that torchrun started, whose ranks have met already."""
+def under_torchrun(function: Callable[..., T], *args: Any) -> T:
+    """Calls a function on a rank in the environment that torchrun gives it."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0"}
     sizes = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     store = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "t"}
     with mock.patch.dict(os.environ, names | sizes | store):
-        yield
+        return function(*args)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,20 @@ from hetconv.errors import HetConvError
 from tests.integrations.ranks import (
     MAX_NORM,
     Run,
-    as_under_torchrun,
     new_loader,
     new_model,
     note,
     optimizer_of,
     plain_run,
     split_model,
+    under_torchrun,
 )
 from tests.nets import plan_of, splits_of
 from tests.spawn import on_ranks
 
-pytest.importorskip("accelerate")
+pytestmark = pytest.mark.skipif(
+    find_spec("accelerate") is None, reason="needs accelerate"
+)
 
 
 def as_process(function: Callable[..., Any], *args: Any) -> Any:
@@ -39,11 +40,10 @@ def as_process(function: Callable[..., Any], *args: Any) -> Any:
 
     from hetconv.integrations.accelerate import Accelerator
 
-    with as_under_torchrun():
-        try:
-            return function(Accelerator(cpu=True), *args)
-        finally:
-            AcceleratorState._reset_state(True)
+    try:
+        return under_torchrun(lambda: function(Accelerator(cpu=True), *args))
+    finally:
+        AcceleratorState._reset_state(True)
 
 
 def trained(accelerator: Any, folder: Path) -> tuple[Run, list[int]]:
@@ -103,7 +103,9 @@ def test_a_saved_state_is_that_of_the_plain_model(tmp_path: Path) -> None:
 
 
 def scaled(accelerator: Any) -> tuple[bool, list[float]]:
-    accelerator.scaler = torch.amp.GradScaler("cpu")  # as mixed_precision="fp16" has it
+    accelerator.scaler = torch.amp.GradScaler(
+        "cpu", init_scale=4.0
+    )  # as mixed_precision="fp16" has it
     model = split_model()
     optimizer, _ = optimizer_of(model)
     optimizer, model = accelerator.prepare(optimizer, model)
@@ -124,7 +126,7 @@ def scaled(accelerator: Any) -> tuple[bool, list[float]]:
 
 
 def test_an_overflow_on_one_process_skips_the_step_on_all() -> None:
-    assert on_ranks(2, as_process, scaled) == [(True, 2.0**15)] * 2
+    assert on_ranks(2, as_process, scaled) == [(True, 2.0)] * 2
 
 
 class Numbers(IterableDataset[int]):
@@ -144,7 +146,7 @@ def refused(accelerator: Any) -> None:
     model = split_model()
     optimizer = torch.optim.SGD([*model.parameters()], 0.1)
     lonely = accelerator.prepare(optimizer)
-    with pytest.raises(HetConvError, match="prepare the model too"):
+    with pytest.raises(HetConvError, match="set up the model too"):
         lonely.state_dict()
     model = accelerator.prepare(model)
     model(torch.ones(2, 4, 16, 16)).sum().backward()
@@ -156,16 +158,9 @@ def refused(accelerator: Any) -> None:
         dist.new_group([dist.get_rank()], use_local_synchronization=True),
     )
     plan = plan_of(plain, splits_of(plain, ("filter",), (1,)), 1)
-    with pytest.raises(HetConvError, match="split over 1 of 2 processes"):
+    with pytest.raises(HetConvError, match="split over 1 of 2 ranks"):
         accelerator.prepare(hetconv.parallelize(plain, plan, group=own))
 
 
 def test_what_hetconv_does_not_know_the_slices_of_is_refused() -> None:
     on_ranks(2, as_process, refused)
-
-
-@pytest.mark.parametrize(("name", "library"), [("accelerate", "accelerate")])
-def test_a_missing_library_is_named(name: str, library: str) -> None:
-    code = f"import sys; sys.modules[{library!r}] = None; import hetconv.integrations.{name}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert f"pip install {library}" in done.stderr.splitlines()[-1]

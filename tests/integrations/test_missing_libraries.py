@@ -9,6 +9,7 @@ import pytest
 LIBRARIES = {
     "accelerate": ("accelerate", "accelerate"),
     "fabric": ("lightning", "lightning.fabric.strategies"),
+    "transformers": ("transformers", "transformers"),
 }
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .rebalancing.migrate import apply_plan
     from .rebalancing.rebalancer import Rebalancer
     from .rebalancing.step_reports import Monitor, StepReport, monitor
+    from .runtime.batches import same_batches
     from .runtime.het_tensor import HetTensor, gather
     from .runtime.rank_devices import profile_of_ranks
     from .schemas.cluster_profile import ClusterProfile
@@ -90,6 +91,7 @@ __all__ = [
     "parallelize",
     "profile_of_ranks",
     "redistribute",
+    "same_batches",
     "save_checkpoint",
     "sync_replicated",
 ]
@@ -115,6 +117,7 @@ _MODULES = {
     "rebalancing.migrate": "apply_plan",
     "rebalancing.rebalancer": "Rebalancer",
     "rebalancing.step_reports": "Monitor StepReport monitor",
+    "runtime.batches": "same_batches",
     "runtime.rank_devices": "profile_of_ranks",
     "schemas.cluster_profile": "ClusterProfile",
     "schemas.plan": "Plan",

@@ -9,7 +9,9 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .torch_internals import INTERNALS, find
 
@@ -132,3 +134,28 @@ def check_before_unscaling(check: Callable[[Any, torch.optim.Optimizer], None]) 
 
     torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign,assignment]
     return lambda: setattr(torch.amp.GradScaler, "_unscale_grads_", plain)
+
+
+def check_before_replicating(check: Callable[[nn.Module, set[int]], None]) -> Undo:
+    """Makes `DistributedDataParallel` call a check before it takes a module.
+
+    Args:
+        check: has the module, and the ranks that are to hold replicas of it, as its
+            arguments.
+
+    Returns:
+        A function that undoes this.
+    """
+    plain: Any = DistributedDataParallel.__init__
+    signature = inspect.signature(plain)
+
+    @functools.wraps(plain)
+    def init(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs).arguments
+        mesh = given.get("device_mesh")
+        group = mesh.get_group(0) if mesh is not None else given.get("process_group")
+        check(given["module"], {*dist.get_process_group_ranks(group)})
+        plain(*args, **kwargs)
+
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+    return lambda: setattr(DistributedDataParallel, "__init__", plain)

@@ -43,6 +43,28 @@ def full_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> State:
     return whole(state)
 
 
+def numbered_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> State:
+    """Returns the state as ``state_dict`` of the plain model's optimizer does; collective.
+
+    Args:
+        model: The parallelized model.
+        optimizer: Its optimizer.
+
+    Raises:
+        HetConvError: As `full_optim_state_dict` does.
+    """
+    state = full_optim_state_dict(model, optimizer)
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    number = {name: i for i, name in enumerate(names)}
+    return {
+        "state": {number[name]: kept for name, kept in state["state"].items()},
+        "param_groups": [
+            g | {"params": [number[name] for name in g["params"]]}
+            for g in state["param_groups"]
+        ],
+    }
+
+
 def load_full_optim_state_dict(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Self
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -26,6 +27,7 @@ from hetconv.sharding.param_shards import ParamShards
 from hetconv.torch_internals import write_count
 from hetconv.torch_patches import (
     check_before_clipping,
+    check_before_replicating,
     check_before_unscaling,
     register_patch,
 )
@@ -314,8 +316,25 @@ def _check_unscaling(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 register_patch(lambda: register_optimizer_step_pre_hook(_check_step).remove)
+
+
+def _check_replicating(model: nn.Module, replicas: set[int]) -> None:
+    for module in model.modules():
+        if not isinstance(module, ShardedModule):
+            continue
+        split = dist.get_process_group_ranks(module.group.process_group)
+        if len(replicas.intersection(split)) > 1:
+            raise HetConvError(
+                f"DistributedDataParallel would copy and average over ranks {sorted(replicas)} "
+                f"what ranks {split} of a split model hold slices of; leave it out, because a "
+                "split model sums its gradients itself, or give it as process_group the ranks "
+                "of replicas, one of each split model"
+            )
+
+
 register_patch(lambda: check_before_clipping(_check_clipping))
 register_patch(lambda: check_before_unscaling(_check_unscaling))
+register_patch(lambda: check_before_replicating(_check_replicating))
 
 
 def _versions(module: nn.Module) -> Versions:

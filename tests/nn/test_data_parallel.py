@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import hetconv
+from hetconv.errors import HetConvError
 from hetconv.sharding.split import SplitKind
 from tests.equivalence import Differences, apart, assert_same, full_gradients
 from tests.nets import Chain, ResNet, plan_of, splits_of
@@ -170,3 +171,21 @@ def accumulated(kinds: tuple[SplitKind, ...]) -> Differences:
 
 def test_gradients_accumulate_over_replicas() -> None:
     assert_same(on_ranks(4, accumulated, ("height", "filter")))
+
+
+def replicas_of_slices(over: str) -> None:
+    plain, mesh = Chain(), mesh_of_4()
+    plan = plan_of(plain, splits_of(plain, ("filter",), (1, 1)), 2)
+    cut = hetconv.parallelize(plain, plan, group=mesh["split"].get_group())
+    given = {
+        "all ranks": {},
+        "a group": {"process_group": mesh["split"].get_group()},
+        "a mesh": {"device_mesh": mesh["split"]},
+    }[over]
+    with pytest.raises(HetConvError, match="because a split model sums"):
+        DistributedDataParallel(nn.Sequential(cut), **given)
+
+
+@pytest.mark.parametrize("over", ["all ranks", "a group", "a mesh"])
+def test_replicas_of_slices_are_refused_on_all_ranks(over: str) -> None:
+    on_ranks(4, replicas_of_slices, over)

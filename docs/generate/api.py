@@ -9,7 +9,7 @@ import hetconv
 
 GROUPS = {
     "models": "parallelize capture call_with_whole_weights clip_grad_norm_ GradScaler "
-    "sync_replicated",
+    "sync_replicated same_batches",
     "layers": "HetConv1d HetConv2d HetConv3d Split",
     "checkpoints": "save_checkpoint load_checkpoint full_state_dict load_full_state_dict "
     "full_optim_state_dict load_full_optim_state_dict",

@@ -21,12 +21,18 @@ def check_spans(model: nn.Module, world: int) -> None:
         world: Number of all ranks.
     """
     group = group_of_model(model)
-    if group is not None and group.size != world:
+    if group is None or group.size == world:
+        return
+    if group.size > world:
         raise HetConvError(
-            f"the model is split over {group.size} of {world} ranks, but all of them would get "
-            "the same batches here; split it over all ranks, or train replicas of it with "
-            "DistributedDataParallel itself"
+            f"the model is split over {group.size} ranks, but the library counts {world}; on "
+            "CPUs give accelerate's Accelerator cpu=True, and TrainingArguments use_cpu=True"
         )
+    raise HetConvError(
+        f"the model is split over {group.size} of {world} ranks, but all of them would get the "
+        "same batches here; split it over all ranks, or train replicas of it with "
+        "DistributedDataParallel itself"
+    )
 
 
 def model_of(models: Iterable[nn.Module], optimizer: Optimizer) -> nn.Module:

@@ -328,7 +328,8 @@ def _check_replicating(model: nn.Module, replicas: set[int]) -> None:
                 f"DistributedDataParallel would copy and average over ranks {sorted(replicas)} "
                 f"what ranks {split} of a split model hold slices of; leave it out, because a "
                 "split model sums its gradients itself, or give it as process_group the ranks "
-                "of replicas, one of each split model"
+                "of replicas, one of each split model. If a library wraps models: "
+                "hetconv.integrations has modules for accelerate, Fabric and transformers"
             )
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import hetconv
 from hetconv.errors import HetConvError
+from hetconv.integrations.models import check_spans
 from tests.integrations.ranks import (
     MAX_NORM,
     Run,
@@ -160,6 +161,8 @@ def refused(accelerator: Any) -> None:
     plan = plan_of(plain, splits_of(plain, ("filter",), (1,)), 1)
     with pytest.raises(HetConvError, match="split over 1 of 2 ranks"):
         accelerator.prepare(hetconv.parallelize(plain, plan, group=own))
+    with pytest.raises(HetConvError, match="give accelerate's Accelerator cpu=True"):
+        check_spans(model, 1)
 
 
 def test_what_hetconv_does_not_know_the_slices_of_is_refused() -> None:

@@ -36,6 +36,8 @@ PROGRAM = """\
 import json, sys
 given = json.loads(sys.argv[1])
 sys.path[:] = given.pop("path")
+from hetconv.workers.caller_watch import end_with_caller
+end_with_caller(given["connection"], given.pop("caller"))
 from hetconv.workers.worker_process import run
 run(**given)
 """
@@ -85,7 +87,7 @@ class RankProcesses:
             "path": [str(path) for path in sys.path],
             "rank": rank,
             "devices": [str(device) for device in self.devices],
-            "parent": self._owner,
+            "caller": self._owner,
             "seed": torch.initial_seed(),
         }
         with there:

@@ -1,20 +1,12 @@
-"""A worker: a process that is one rank, and answers the requests of the calling process.
-
-It ends when the calling process does, or closes the connection: a thread reads requests
-and notices that at once, whatever the rank is doing.
-"""
+"""A worker: a process that is one rank, and answers the requests of the calling process."""
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any
 
 import torch
@@ -30,16 +22,10 @@ from .main_module import import_main
 from .messages import Answer, Call, Failure, Load
 from .transport import Packed, SharedMemory, pack, unpack
 
-CHECK_PARENT_S = 1.0
-MAX_END_S = 10.0  # after the request to end
-Request = Load | Call | None
-"""None is the request to end."""
-
 
 def run(
     rank: int,
     devices: Sequence[str],
-    parent: int,
     seed: int,
     connection: int,
     rendezvous: int,
@@ -52,7 +38,6 @@ def run(
     Args:
         rank: Its rank.
         devices: Names of the devices of all ranks.
-        parent: Process id of the calling process.
         seed: Seed of random numbers.
         connection: Descriptor of the connection to the calling process.
         rendezvous: Descriptor of a file by which the ranks find each other.
@@ -60,9 +45,7 @@ def run(
         arguments: Likewise, arguments of calls.
         results: Likewise, in which results go.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the calling process ends this one
-    caller, requests = Connection(connection), SimpleQueue[Request]()
-    Thread(target=_listen, args=(caller, requests, parent), daemon=True).start()
+    caller = Connection(connection)
     names = [DeviceName.parse(name) for name in devices]
     where = f"in the worker of rank {rank} ({names[rank]})"
     try:
@@ -82,33 +65,14 @@ def run(
         where,
         *map(SharedMemory, (models, arguments, results)),
     )
-    while (request := requests.get()) is not None:
-        caller.send(worker.answer(request))
-        del request
+    with suppress(EOFError, OSError):
+        while (request := caller.recv()) is not None:
+            caller.send(worker.answer(request))
+            del request
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a second before the interpreter has taken everything apart
-
-
-def _listen(caller: Connection, requests: SimpleQueue[Request], parent: int) -> None:
-    """Reads requests until the last one; ends this process if the calling one is gone.
-
-    A process that the calling one forked may hold the connection open for longer.
-    """
-    try:
-        while True:
-            while not caller.poll(CHECK_PARENT_S):
-                if os.getppid() != parent:
-                    os._exit(1)
-            request: Request = caller.recv()
-            requests.put(request)
-            if request is None:
-                break
-    except (EOFError, OSError):
-        os._exit(1)
-    time.sleep(MAX_END_S)
-    os._exit(1)
 
 
 class _Worker:

@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Imports libraries once, before ranks are forked, if many tests need them."""
-    if any(item.path.parent.name == "models" for item in session.items):
+    if {"integrations", "models"} & {item.path.parent.name for item in session.items}:
         PRELOADED.append("tests.libraries")
     gc.freeze()  # no garbage collection looks at thousands of tests again
 

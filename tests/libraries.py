@@ -19,6 +19,8 @@ LIBRARIES = (
     "diffusers.models.autoencoders.autoencoder_kl",
     "diffusers.models.unets.unet_2d",
     "monai.networks.nets",
+    "transformers.trainer",
+    "lightning.fabric",
 )
 
 with warnings.catch_warnings():

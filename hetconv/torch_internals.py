@@ -8,6 +8,7 @@ raises `HetConvError`, which names it. The whole test suite passes with the vers
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -309,11 +310,13 @@ def gpu_sleep(cycles: int) -> None:
 
 
 def fake_tensor_mode(**options: Any) -> Any:
-    """Returns a mode in which operators compute shapes alone.
-
-    Its module is large, so that it is imported by the first call only.
-    """
+    """Returns a mode that computes shapes alone; its large module is imported here only."""
     return find(INTERNALS["fake_tensor_mode"])(**options)
+
+
+def fake_tensor_log() -> logging.Logger:
+    """Returns where PyTorch logs what fails on fake tensors, beside raising it."""
+    return logging.getLogger(INTERNALS["fake_tensor_mode"].module)
 
 
 def foreach_copy_(

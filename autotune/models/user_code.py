@@ -11,7 +11,7 @@ import torch
 from hetconv.errors import HetConvError
 
 _OURS = Path(__file__).resolve().parents[2]
-_TORCH = Path(torch.__file__).resolve().parent
+_TORCH = Path(torch.nn.__path__[0]).resolve().parent
 _STANDARD = Path(sysconfig.get_path("stdlib")).resolve()
 
 

@@ -5,7 +5,6 @@ Calls are read as the runtime reads them, so that a plan predicts what will run.
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,12 @@ from hetconv.operators import read_call
 from hetconv.operators.base import Call, function_name, writes_in_place
 from hetconv.operators.layers import READ_LAYER, plannable_layers
 from hetconv.sharding.rule import Gather
-from hetconv.torch_internals import fake_tensor_mode, storage_id, tree_iter
+from hetconv.torch_internals import (
+    fake_tensor_log,
+    fake_tensor_mode,
+    storage_id,
+    tree_iter,
+)
 
 from .graph import Graph, Node, Value
 from .joined_rounds import with_joined_rounds
@@ -234,7 +238,7 @@ def _copy(x: Tensor) -> Tensor:
 @contextmanager
 def _quiet_fakes() -> Iterator[None]:
     """Keeps PyTorch from logging a failure that is raised, and may be mended by a real run."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log = fake_tensor_log()
     was, log.disabled = log.disabled, True
     try:
         yield

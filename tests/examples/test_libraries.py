@@ -69,7 +69,8 @@ def test_an_example_computes_the_same_as_the_plain_program(
             each.terminate()  # torchrun ends its ranks
     assert [each.returncode for each in running] == [0, 0], plain + split
 
-    assert sorted(re.findall(r"^rank (\d): ", split, re.M)) == ["0", "1"]
+    # Not by lines: that of one rank may begin within that of the other.
+    assert sorted(re.findall(r"rank (\d): ", split)) == ["0", "1"]
     assert "alone" not in split
     shown = [re.findall(r"(?:loss|norm) (\d\S+\d)", x) for x in (plain, split)]
     before, after = ([float(x) for x in each] for each in shown)

@@ -67,11 +67,17 @@ def named_memory(pid: int) -> set[str]:
     return {name for name in found if name.startswith("/dev/shm")}
 
 
+# Where these tests are started in the background, programs are born deaf to it.
+HEARS_CTRL_C = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+)
+
+
 @contextmanager
 def program(text: str) -> Iterator[subprocess.Popen[str]]:
     """A program in a session of its own, which is killed in the end if it still runs."""
     process = subprocess.Popen(
-        [sys.executable, "-c", text],
+        [sys.executable, "-c", HEARS_CTRL_C + text],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

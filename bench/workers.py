@@ -1,10 +1,9 @@
 """Time a VAE's decoder under Workers and on torchrun's ranks; start Workers often.
 
 Both have the same plan and inputs. Each round is one call of either, in an order that
-turns. A call under Workers is timed in the calling process. One on ranks is timed in each,
-from where all are about to call the model, and lasts until the last has its result.
-Cycles start Workers, call a model, and close: then no process, open descriptor or
-temporary file may be left.
+turns. A call under Workers is timed in the calling process; one on ranks is timed in rank
+0, from where all are about to call the model. Cycles start Workers, call a model, and
+close: then no process, open descriptor or temporary file may be left.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio, nodes_of
+from hetconv.schemas.cluster_profile import ClusterProfile, nodes_of
 from hetconv.schemas.device_model import Curve, DeviceModel, LinkModel, OperatorModel
 from hetconv.schemas.provenance import DeviceIdentity, MeasurementConditions
+from hetconv.schemas.tuning_results import TunedRatio
 
 OLD, NEW = (
     MeasurementConditions(f"2026-11-{day}T12:00:00Z", "2.13.0", "3.7.1")

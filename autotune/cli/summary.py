@@ -11,6 +11,7 @@ from rich.table import Table
 from hetconv.autotune.report.contents import Tuning
 from hetconv.autotune.report.page import write_report
 from hetconv.autotune.report.step_times import WAY_HEADS, Summary, summarize, way_cells
+from hetconv.autotune.report.text import ratio_text
 from hetconv.autotune.search.job import Job
 from hetconv.autotune.search.record import Record
 from hetconv.planner.make_plan import make_plan
@@ -55,9 +56,8 @@ def show_summary(summary: Summary, console: Console) -> None:
         f"[bold]{s.model}[/bold], {s.mode}, on {', '.join(s.devices)}", highlight=False
     )
     if s.ratio is not None:
-        weights, computed = (
-            ":".join(map(str, w)) for w in (s.ratio.weights, s.ratio.computed_weights)
-        )
+        weights = ratio_text(s.ratio.weights)
+        computed = ratio_text(s.ratio.computed_weights)
         gain = s.ratio.computed_step_s / s.ratio.step_s
         said = (
             f"{weights}, {gain:.3f}x as fast as the computed {computed}"

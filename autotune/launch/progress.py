@@ -109,17 +109,20 @@ class Reporter:
             self._bar.update(self._bar.task_ids[-1], advance=1, best=best, note=note)
         late = self._bar is None and time.monotonic() - self._last_line >= MIN_LINE_S
         if self._verbose or late:
-            self.line(f"{text}, {best}" if best else text)
+            self._show(f"{text}, {best}" if best else text)
 
     def detail(self, text: str) -> None:
         """Shows a line of text if all is to be shown."""
         log_last_action(text)
         if self._verbose:
-            self.line(text)
+            self._show(text)
 
     def line(self, text: str) -> None:
         """Shows a line of text, above the bar if there is one."""
         log_last_action(text)
+        self._show(text)
+
+    def _show(self, text: str) -> None:
         self._last_line = time.monotonic()
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)

@@ -97,10 +97,7 @@ def link_models(
 def _affordable(
     sizes: Sequence[int], s_per_byte: float, allowed_s: float
 ) -> tuple[int, ...]:
-    """Returns the messages that all visits have time for, and the two smallest anyhow.
-
-    The largest takes most of the time, so that half of it is for the others.
-    """
+    """Returns the sizes whose visits take half of the time, and the two smallest anyhow."""
 
     def visits_s(size: int) -> float:
         return VISITS * _repeats(size) * size * s_per_byte

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from hetconv.comm.rank_group import RankGroup, all_gather_object
+from hetconv.schemas.provenance import Disturbance
 
 from .barrier import tight_barrier
 from .timer import timed
@@ -20,6 +21,16 @@ DISTURBED = 1.3  # times as long as usual
 PRODUCTS = 9  # a check; about 30 ms on one core
 SIZES = {"cpu": 384, "cuda": 2048}
 USUAL = 0.25  # the quantile of all checks of a rank
+
+
+def disturbances(what: str, slower: float) -> tuple[Disturbance, ...]:
+    """Returns what a profile keeps of a slowdown: nothing if it is usual.
+
+    Args:
+        what: What was measured meanwhile.
+        slower: How many times as long as usual one and the same work took.
+    """
+    return (Disturbance(what, round(slower, 2)),) if slower > DISTURBED else ()
 
 
 class PaceChecks:

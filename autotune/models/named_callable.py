@@ -56,16 +56,13 @@ def _module_of_path(name: str, option: str) -> ModuleType:
     _make_importable(Path.cwd())
     try:
         return importlib.import_module(name)
-    except ImportError as e:
-        first = name.partition(".")[0]
-        missing = isinstance(e, ModuleNotFoundError) and e.name in (first, name)
-        hint = f"; is it installed, or below {Path.cwd()}?" if missing else ""
-        if missing:
-            raise HetConvError(
-                f"{option}: module {name!r} cannot be imported: {e}{hint}"
-            ) from e
-        raise UserCodeError(f"{option}: module {name!r} cannot be imported", e) from e
     except Exception as e:  # whatever the module does when it is imported
+        own = (name.partition(".")[0], name)
+        if isinstance(e, ModuleNotFoundError) and e.name in own:
+            raise HetConvError(
+                f"{option}: module {name!r} cannot be imported: {e}; is it installed, or "
+                f"below {Path.cwd()}?"
+            ) from e
         raise UserCodeError(f"{option}: module {name!r} cannot be imported", e) from e
 
 
@@ -90,7 +87,8 @@ def _module_of_file(file: Path, option: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as e:
-        sys.modules.pop(file.stem, None) if known is None else None
+        if known is None:
+            del sys.modules[file.stem]
         raise UserCodeError(f"{option}: {file} cannot be imported", e) from e
     return module
 

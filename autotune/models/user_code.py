@@ -16,11 +16,10 @@ _STANDARD = Path(sysconfig.get_path("stdlib")).resolve()
 
 
 class UserCodeError(HetConvError):
-    """What a model, or a callable that the user named, raised; that is its cause."""
+    """What a model, or a callable that the user named, raised: raise it from that."""
 
     def __init__(self, what: str, error: BaseException):
         super().__init__(f"{what}: {told(error)}")
-        self.__cause__ = error
 
 
 def told(error: BaseException) -> str:

@@ -11,9 +11,9 @@ from hetconv.autotune.measure.layer_workloads import forward_flops
 from hetconv.cost.estimator import StepEstimator
 from hetconv.planner.candidates import EVEN, Candidates
 from hetconv.planner.partition import Splits
-from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio
+from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import SINGLE_DEVICE, Mode
-from hetconv.schemas.tuning_results import TunedPlan
+from hetconv.schemas.tuning_results import TunedPlan, TunedRatio
 from hetconv.tracing.graph import Graph
 
 from .profile_text import disturbance

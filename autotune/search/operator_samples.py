@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hetconv.autotune.measure import timer
+from hetconv.autotune.measure import pace, timer
 from hetconv.autotune.measure.layer_workloads import Workload
-from hetconv.autotune.measure.pace import DISTURBED, PaceChecks
+from hetconv.autotune.measure.pace import PaceChecks
 from hetconv.autotune.measure.sampling import Passes
 from hetconv.comm.rank_group import all_gather_object
 from hetconv.schemas.provenance import Disturbance
@@ -23,17 +23,17 @@ class OperatorSamples:
     Args:
         run: the job, which keeps each operator.
         workloads: what to time, the largest first.
-        pace: checked between them.
+        checks: made between them.
 
     Attributes:
         samples: passes of this rank by key.
     """
 
-    def __init__(self, run: Run, workloads: Sequence[Workload], pace: PaceChecks):
-        self._run, self._workloads, self._pace = run, workloads, pace
+    def __init__(self, run: Run, workloads: Sequence[Workload], checks: PaceChecks):
+        self._run, self._workloads, self._checks = run, workloads, checks
         self._training = run.job.mode == "train"
         self._enough = run.passed(part_of(run, OPERATORS_PART))
-        self._checked: dict[str, int] = {}  # the check before each, by key
+        self._check_before: dict[str, int] = {}  # the check before each, by key
         self.samples: timer.Samples = {}
 
     def measure(self) -> None:
@@ -46,7 +46,7 @@ class OperatorSamples:
                 self.samples[workload.key] = known[run.group.rank]
                 run.say.advance(f"{workload.label}, known")
         left = {w.key: w for w in self._workloads if w.key not in self.samples}
-        self._pace.check()
+        self._checks.check()
         timings = timer.time_workloads(
             [*left.values()], run.device, self._enough, self._training
         )
@@ -66,7 +66,7 @@ class OperatorSamples:
             timing = timer.time_workloads(
                 [workload], self._run.device, lambda: False, self._training
             )
-            self._pace.check()
+            self._checks.check()
             for _, passes in timing:
                 self._keep(workload, passes)
 
@@ -91,9 +91,7 @@ class OperatorSamples:
     def disturbances(self) -> tuple[Disturbance, ...]:
         """Says how disturbed the samples are that count; nothing if they are not."""
         slower = max(self._disturbed().values(), default=1.0)
-        if slower <= DISTURBED:
-            return ()
-        return (Disturbance("operators", round(slower, 2)),)
+        return pace.disturbances("operators", slower)
 
     def _keep(
         self, workload: Workload, passes: dict[float, Passes], checked: bool = True
@@ -102,18 +100,20 @@ class OperatorSamples:
         run = self._run
         run.keep("operators", workload.key, all_gather_object(run.group, passes))
         if checked:
-            self._checked[workload.key] = len(self._pace) - 1
-            self._pace.check()
+            self._check_before[workload.key] = len(self._checks) - 1
+            self._checks.check()
         run.say.advance(workload.label)
 
     def _disturbed(self) -> Mapping[str, float]:
         """By key, the slowdown around what was disturbed."""
-        slowdowns = self._pace.slowdowns()
+        slowdowns = self._checks.slowdowns()
         around = {
             key: max(slowdowns[i : i + 2], default=1.0)
-            for key, i in self._checked.items()
+            for key, i in self._check_before.items()
         }
-        return {key: slower for key, slower in around.items() if slower > DISTURBED}
+        return {
+            key: slower for key, slower in around.items() if slower > pace.DISTURBED
+        }
 
     def _has_enough(self) -> bool:
         """What rank 0 says, on every rank."""

@@ -20,9 +20,9 @@ from hetconv.cost.estimator import StepEstimator
 from hetconv.planner.candidates import Candidates, tuned_name
 from hetconv.planner.make_plan import Contender, contenders, make_plan
 from hetconv.planner.partition import whole_model
-from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio
+from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import SINGLE_DEVICE, Plan
-from hetconv.schemas.tuning_results import TunedPlan
+from hetconv.schemas.tuning_results import TunedPlan, TunedRatio
 
 from .finalists import Confirmation, FinalRace
 from .job import Run, part_of

@@ -15,8 +15,8 @@ from optuna.trial import FrozenTrial, TrialState
 from hetconv.autotune.measure.device_info import conditions
 from hetconv.autotune.measure.paired_rounds import LogRatio
 from hetconv.planner.partition import Splits, whole_model
-from hetconv.schemas.cluster_profile import TunedRatio
 from hetconv.schemas.plan import Plan
+from hetconv.schemas.tuning_results import TunedRatio
 from hetconv.sharding.layout import apportion
 from hetconv.sharding.split import Split
 

@@ -10,12 +10,11 @@ from typing import NamedTuple
 import optuna
 from optuna.trial import TrialState
 
-from hetconv.autotune.measure.pace import DISTURBED
+from hetconv.autotune.measure.pace import disturbances
 from hetconv.autotune.measure.paired_rounds import LogRatio
 from hetconv.autotune.measure.sampling import Passes
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.json_files import adapter
-from hetconv.schemas.provenance import Disturbance
 from hetconv.tracing.graph import Graph
 
 from .journal import BASELINE, TITLE, Store
@@ -58,10 +57,7 @@ def with_drift(
     """
     seconds = [timing.reference_s for timing in timings if timing.ratio is not None]
     slower = max(seconds) / median(seconds) if seconds else 1.0
-    if slower <= DISTURBED:
-        return profile
-    added = Disturbance("plans", round(slower, 2))
-    return replace(profile, disturbed=(*profile.disturbed, added))
+    return replace(profile, disturbed=profile.disturbed + disturbances("plans", slower))
 
 
 class Trial(NamedTuple):

@@ -8,19 +8,18 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
-from hetconv.autotune.measure import timer
+from hetconv.autotune.measure import pace, timer
 from hetconv.autotune.measure.device_info import conditions
 from hetconv.autotune.measure.fit import device_model
 from hetconv.autotune.measure.layer_workloads import workloads_of
 from hetconv.autotune.measure.links import link_models, with_contention
 from hetconv.autotune.measure.overlap import tune_chunks, with_overlap
-from hetconv.autotune.measure.pace import DISTURBED, PaceChecks
+from hetconv.autotune.measure.pace import PaceChecks
 from hetconv.comm.rank_group import all_gather_object
 from hetconv.nn.parallelize import parallelize
 from hetconv.planner.make_plan import make_plan
 from hetconv.schemas.cluster_profile import ClusterProfile, nodes_of
 from hetconv.schemas.device_model import DeviceModel
-from hetconv.schemas.provenance import Disturbance
 
 from .job import Run, part_of
 from .operator_samples import OperatorSamples
@@ -42,9 +41,9 @@ def operators(run: Run) -> ClusterProfile:
     Returns:
         The first profile.
     """
-    pace = PaceChecks(run.group, run.device)
+    checks = PaceChecks(run.group, run.device)
     workloads = workloads_of(run.graph, run.group.size)
-    measuring = OperatorSamples(run, workloads, pace)
+    measuring = OperatorSamples(run, workloads, checks)
     measuring.measure()
     measuring.measure_disturbed()
     measuring.measure_uncertain()
@@ -57,23 +56,21 @@ def operators(run: Run) -> ClusterProfile:
     bandwidth = timer.copy_bandwidth(run.device)
     mine = device_model(run.name, run.device, samples, workloads, bandwidth)
     devices = tuple(all_gather_object(run.group, mine))
-    before = len(pace)
-    profile = _with_links(run, devices, pace)
+    before = len(checks)
+    profile = _with_links(run, devices, checks)
     profile = with_overlap(profile, run.graph, run.job.mode, run.device, run.say)
-    disturbed = measuring.disturbances()
-    links_slower = max(pace.slowdowns()[before:], default=1.0)
-    if links_slower > DISTURBED:
-        disturbed = (*disturbed, Disturbance("links", round(links_slower, 2)))
-    return replace(profile, disturbed=disturbed)
+    links_slower = max(checks.slowdowns()[before:], default=1.0)
+    of_links = pace.disturbances("links", links_slower)
+    return replace(profile, disturbed=measuring.disturbances() + of_links)
 
 
 def _with_links(
-    run: Run, devices: tuple[DeviceModel, ...], pace: PaceChecks
+    run: Run, devices: tuple[DeviceModel, ...], checks: PaceChecks
 ) -> ClusterProfile:
     """Measures links, in a part of the budget: large messages on fast links alone."""
     allowed_s = LINKS_PART * run.job.budget
     links = link_models(
-        run.group, run.device, allowed_s=allowed_s, after_visit=pace.check
+        run.group, run.device, allowed_s=allowed_s, after_visit=checks.check
     )
     profile = ClusterProfile(devices, links, nodes=nodes_of(devices))
     for pair, link in profile.links.items():
@@ -81,7 +78,7 @@ def _with_links(
             f"link {pair}: {link.latency_s * 1e6:.0f} us, {1e-9 / link.s_per_byte:.2f} GB/s"
         )
     profile = with_contention(profile, run.group, run.device, allowed_s)
-    pace.check()
+    checks.check()
     summing_ns = profile.sum_s_per_byte * 1e9
     run.say.detail(
         f"sums of gradients: {summing_ns:.2f} ns a byte beside their messages"

@@ -9,10 +9,10 @@ from itertools import chain
 
 from hetconv.cost.operator_cost import axis_of, layer_curve
 from hetconv.errors import SplitError
-from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio
+from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.device_model import Axis, Curve
 from hetconv.schemas.plan import SINGLE_DEVICE, Mode
-from hetconv.schemas.tuning_results import TunedPlan
+from hetconv.schemas.tuning_results import TunedPlan, TunedRatio
 from hetconv.sharding.layer_rules import Conv, Linear
 from hetconv.sharding.split import (
     KINDS,

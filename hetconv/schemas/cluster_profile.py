@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, permutations
 from pathlib import Path
-from typing import Literal
 
 from hetconv.errors import ProfileError
 from hetconv.sharding.conv_spec import ConvSpec
@@ -23,8 +22,8 @@ from .device_model import (
     SharedWire,
 )
 from .json_files import STRICT, AtLeastZero, Fraction, Positive
-from .provenance import Disturbance, MeasurementConditions
-from .tuning_results import TunedChunks, TunedPlan, TunedTile
+from .provenance import Disturbance
+from .tuning_results import TunedChunks, TunedPlan, TunedRatio, TunedTile
 
 __all__ = [
     "Axis",
@@ -35,7 +34,6 @@ __all__ = [
     "LinkModel",
     "OperatorModel",
     "SharedWire",
-    "TunedRatio",
     "between_nodes",
     "nodes_of",
 ]
@@ -43,34 +41,6 @@ __all__ = [
 VERSION = 1
 ACHIEVED = 0.5  # of a data sheet's peak, in a convolution; an estimate until something is measured
 CALL_S = 5e-6  # that an operator takes however little it computes; an estimate too
-
-
-@dataclass(frozen=True)
-class TunedRatio:
-    """Proportions found by measuring whole steps of one model and mode, and computed ones.
-
-    Attributes:
-        graph: Digest of the model's graph.
-        mode: Whether a step trains.
-        kind: Dimension along which all layers were cut.
-        weights: Proportions of the ranks whose step was the fastest.
-        step_s: Seconds of a step with them.
-        computed_weights: Proportions that the planner computed.
-        computed_step_s: Seconds of a step with those.
-        trials: Number of ratios that were measured.
-        measured: When, and under which versions; as its devices, if it is missing.
-    """
-
-    graph: str
-    mode: Literal["train", "infer"]
-    kind: Literal["sample", "depth", "height", "width"]
-    weights: tuple[int, ...]
-    step_s: Positive
-    computed_weights: tuple[int, ...]
-    computed_step_s: Positive
-    trials: int
-    measured: MeasurementConditions | None = None
-    __pydantic_config__ = STRICT
 
 
 @dataclass(frozen=True)

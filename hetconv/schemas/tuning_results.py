@@ -1,4 +1,4 @@
-"""Results of tuning: tiles and chunks of convolutions, and plans of models."""
+"""Results of tuning: tiles and chunks of convolutions, ratios and plans of models."""
 
 from __future__ import annotations
 
@@ -11,6 +11,34 @@ from hetconv.sharding.split import Split
 
 from .json_files import STRICT, Positive
 from .provenance import MeasurementConditions
+
+
+@dataclass(frozen=True)
+class TunedRatio:
+    """Proportions found by measuring whole steps of one model and mode, and computed ones.
+
+    Attributes:
+        graph: Digest of the model's graph.
+        mode: Whether a step trains.
+        kind: Dimension along which all layers were cut.
+        weights: Proportions of the ranks whose step was the fastest.
+        step_s: Seconds of a step with them.
+        computed_weights: Proportions that the planner computed.
+        computed_step_s: Seconds of a step with those.
+        trials: Number of ratios that were measured.
+        measured: When, and under which versions; as its devices, if it is missing.
+    """
+
+    graph: str
+    mode: Literal["train", "infer"]
+    kind: Literal["sample", "depth", "height", "width"]
+    weights: tuple[int, ...]
+    step_s: Positive
+    computed_weights: tuple[int, ...]
+    computed_step_s: Positive
+    trials: int
+    measured: MeasurementConditions | None = None
+    __pydantic_config__ = STRICT
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ from hetconv.autotune.search.journal import Store
 from hetconv.autotune.search.record import Record, Study, Trial
 from hetconv.planner.candidates import EVEN
 from hetconv.planner.make_plan import contenders, make_plan
-from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio
+from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import SINGLE_DEVICE
-from hetconv.schemas.tuning_results import TunedPlan
+from hetconv.schemas.tuning_results import TunedPlan, TunedRatio
 from hetconv.sharding.split import Split
 from hetconv.tracing.graph import Graph
 from hetconv.tracing.tracer import capture

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetconv.autotune.measure import timer
+from hetconv.autotune.measure import pace, timer
 from hetconv.autotune.measure.layer_workloads import LayerWorkload
 from hetconv.autotune.measure.sampling import PassCalls, Passes, TimePasses
 from hetconv.autotune.search import operator_samples, stages
@@ -219,8 +219,7 @@ def revisited(enough_after: int) -> list[str]:
             stages, "link_models", lambda *_, **__: {"0-1": LinkModel(1.0, 1.0)}
         )
         patch.setattr(stages, "with_contention", lambda profile, *_: profile)
-        patch.setattr(operator_samples, "DISTURBED", inf)
-        patch.setattr(stages, "DISTURBED", inf)
+        patch.setattr(pace, "DISTURBED", inf)
         patch.setattr(stages, "with_overlap", lambda profile, *_: profile)
         patch.setattr(timer, "_time_passes", lambda *_: LOUD)
         stages.operators(run)

@@ -16,8 +16,8 @@ from hetconv.cost.estimator import estimate
 from hetconv.planner.candidates import Candidates, group_sizes
 from hetconv.planner.make_plan import contenders
 from hetconv.planner.partition import whole_model
-from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio
-from hetconv.schemas.tuning_results import TunedPlan
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.tuning_results import TunedPlan, TunedRatio
 from hetconv.sharding.layer_rules import Linear
 from hetconv.sharding.split import Split, SplitKind
 from tests.nets import IMAGE_KINDS, MobileBlock, ResNet, UNet

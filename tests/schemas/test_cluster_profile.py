@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import hetconv
 from hetconv.schemas.catalog import load_catalog
-from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio
+from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.device_model import (
     Curve,
     DeviceModel,
@@ -22,6 +22,7 @@ from hetconv.schemas.device_model import (
     OperatorModel,
     SharedWire,
 )
+from hetconv.schemas.tuning_results import TunedRatio
 
 CURVE = Curve((0.25, 0.5, 1.0), (1.0, 1.5, 3.5))
 

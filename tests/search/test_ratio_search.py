@@ -29,8 +29,9 @@ from hetconv.autotune.search.ratio_search import (
 )
 from hetconv.autotune.search.record import FAILURE
 from hetconv.planner.make_plan import make_plan
-from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio
+from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Plan
+from hetconv.schemas.tuning_results import TunedRatio
 from hetconv.sharding.split import REPLICATE, Split
 from hetconv.tracing.tracer import capture
 from tests.nets import Chain

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetconv.autotune.launch.launcher import parse_devices
-from hetconv.autotune.measure import timer
+from hetconv.autotune.measure import pace, timer
 from hetconv.autotune.measure.layer_workloads import LayerWorkload, workloads_of
 from hetconv.autotune.measure.links import link_models
 from hetconv.autotune.models.inputs import InputSpec, TensorSpec
@@ -115,7 +115,7 @@ def tuned(asked: Job, stop_in: str | None = None) -> tuple[Any, Counted]:
         )
         patch.setattr(stages, "with_contention", lambda profile, *rest: profile)
         patch.setattr(operator_samples, "MAX_REVISITS", 0)
-        patch.setattr(operator_samples, "DISTURBED", inf)
+        patch.setattr(pace, "DISTURBED", inf)
         patch.setattr(timer, "time_workloads", counting)
         patch.setattr(race.Race, "_run", racing)
         if stop_in in REFINING:

@@ -219,7 +219,11 @@ def test_the_example_of_the_documentation_runs() -> None:
     assert runner.summarize() == (0, 4)
 
 
-def test_a_measured_profile_is_matched_with_the_devices() -> None:
+def test_a_measured_profile_is_matched_with_the_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A profile knows a CPU by its threads, and workers take theirs from this variable.
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
     device = DATA_SHEETS.devices[0]
     slow, fast = (
         replace(device, name=name, identity=device_identity("cpu", speed))

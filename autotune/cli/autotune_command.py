@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -106,6 +107,7 @@ def autotune(
     Starts one local rank per device, or uses torchrun's where RANK is set. What was
     measured is kept beside the profile, whatever happens: --resume goes on from there.
     """
+    began = time.monotonic()  # the imports take seconds, of a torch for CUDA above all
     from hetconv.autotune.launch.launcher import parse_devices, run_on
     from hetconv.autotune.models.build import build_model, trace_model
     from hetconv.autotune.models.inputs import InputSpec
@@ -136,6 +138,7 @@ def autotune(
         quiet,
         verbose,
         dtype,
+        began,
     )
     # torchrun's ranks could find each other here; rank 0 looks again.
     if "RANK" not in os.environ:

@@ -10,6 +10,7 @@ from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.provenance import MeasurementConditions
 
 REMEDY = "measure anew with hetconv autotune"
+OPERATOR = "operator"
 
 
 class Entry(NamedTuple):
@@ -31,7 +32,7 @@ class Entry(NamedTuple):
 def stale(
     profile: ClusterProfile, in_use: tuple[str, MeasurementConditions] | None = None
 ) -> list[str]:
-    """Returns a line for each device and reason: what is outdated, and what to do.
+    """Returns a line for each reason: what is outdated, and what to do.
 
     Args:
         profile: the profile.
@@ -50,7 +51,7 @@ def stale(
         if in_use is not None
         else max(newest.values(), key=lambda c: c.at, default=None)
     )
-    found: dict[tuple[str, str], list[str]] = {}
+    found: dict[str, dict[str, list[str]]] = {}  # names by reason and kind
     for e in entries:
         assert everywhere is not None  # there are entries
         differs = (
@@ -59,11 +60,20 @@ def stale(
             else []
         ) or _differs(_public(e.measured), _public(everywhere))
         if differs:
-            found.setdefault((e.of, ", ".join(differs)), []).append(e.name)
+            kinds = found.setdefault(", ".join(differs), {})
+            kinds.setdefault(e.of, []).append(e.name)
     return [
-        f"{of}: {few(names)}: measured with {why}; {REMEDY}"
-        for (of, why), names in found.items()
+        f"measured with {why}: {'; '.join(map(_line, kinds, kinds.values()))}; {REMEDY}"
+        for why, kinds in found.items()
     ]
+
+
+def _line(of: str, names: list[str]) -> str:
+    """Returns what is outdated of one kind; operators are many and have long names."""
+    operators = names.count(OPERATOR)
+    others = [name for name in names if name != OPERATOR]
+    counted = [f"{operators} operator{'s' * (operators > 1)}"] * (operators > 0)
+    return f"{of}: {few(others + counted)}"
 
 
 def _differs(measured: MeasurementConditions, now: MeasurementConditions) -> list[str]:
@@ -92,9 +102,9 @@ def _entries(profile: ClusterProfile) -> Iterator[Entry]:
         of = f"rank {rank}, {device.name}"
         if device.measured is not None:
             yield Entry(of, "rates", hosts[rank], device.measured)
-        for key, operator in (*device.operators.items(), *device.others.items()):
+        for operator in (*device.operators.values(), *device.others.values()):
             if (measured := operator.measured or device.measured) is not None:
-                yield Entry(of, key, hosts[rank], measured)
+                yield Entry(of, OPERATOR, hosts[rank], measured)
     for pair, link in profile.links.items():
         if link.measured is not None:
             yield Entry(

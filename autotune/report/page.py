@@ -50,8 +50,8 @@ def require_libraries() -> None:
     if missing:
         raise HetConvError(
             f"a report needs {' and '.join(missing)}, which "
-            f"{'is' if len(missing) == 1 else 'are'} not installed; "
-            "pip install 'hetconv[report]'"
+            f"{'is' if len(missing) == 1 else 'are'} not installed: "
+            f"pip install {' '.join(missing)}"
         )
 
 

@@ -31,6 +31,7 @@ from .race import Race
 T = TypeVar("T")
 STAGES = "stages"  # the stage under which the store has the profile after each stage
 TILES_PART = 0.25  # of the budget where there is a GPU; the others share the rest
+END_S = 2.0  # in which the ranks end and the result is printed
 MIN_TIMEOUT_S = 60.0  # that a rank waits for another one within a trial
 
 
@@ -145,7 +146,7 @@ class Run:
     @property
     def left_s(self) -> float:
         """Seconds of the budget that are left for all stages but that of tiles."""
-        return part_of(self, 1.0) * self.job.budget - self.seconds
+        return part_of(self, 1.0) * self.job.budget - END_S - self.seconds
 
     @property
     def seconds(self) -> float:

@@ -297,7 +297,8 @@ class PlanSearch:
         part = part_of(run, RATIO_PART)
         trial_s = max(MIN_TRIAL_S, part * run.job.budget / run.job.trials)
         search = RatioSearch(run, self.base, *found, trial_s)
-        return search.tune(run.passed(run.spent + part))
+        lasts = min(part, run.left_s / run.job.budget)
+        return search.tune(run.passed(run.spent + lasts))
 
     def _with_ratio(self, ratio: TunedRatio, computed: Expected) -> Expected:
         """Returns the plan with a refined ratio, from the one with the computed ratio."""

@@ -95,8 +95,8 @@ def test_without_its_libraries_a_report_names_what_to_install(
     status, said, wrong = command("report", "cluster.json")
     assert (status, said) == (2, "")
     assert wrong == (
-        "hetconv: a report needs no_such_library, which is not installed; "
-        "pip install 'hetconv[report]'\n"
+        "hetconv: a report needs no_such_library, which is not installed: "
+        "pip install no_such_library\n"
     )
 
 

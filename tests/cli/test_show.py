@@ -11,11 +11,12 @@ import pytest
 from rich.console import Console
 
 from hetconv.autotune.cli.diff import show_diff
-from hetconv.autotune.cli.show import show_layer, show_profile
+from hetconv.autotune.cli.show import show_layer, show_plan, show_profile
 from hetconv.errors import PlanError
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.device_model import Copying
 from hetconv.schemas.plan import Alternative, LayerPlan, Plan, Prediction
+from hetconv.schemas.timeline import Spans, Timeline
 from hetconv.sharding.split import REPLICATE, Split
 from tests.nets import Chain, plan_of, splits_of
 
@@ -98,6 +99,25 @@ def test_what_cannot_be_explained_is_refused(name: str, match: str) -> None:
         show_layer(plan(), name, Console())
     with pytest.raises(PlanError, match="does not say"):
         show_layer(plan().with_splits({"two": REPLICATE}), "two", Console())
+
+
+def test_a_measured_step_is_told_beside_the_predicted_one() -> None:
+    computes = Spans(devices=(0,), operators=(0,), start_ns=(0,), duration_ns=(10**9,))
+    predicted = replace(plan(), timeline=Timeline(forward=("one",), computes=computes))
+    text = said(lambda console: show_plan(predicted, console))
+    assert "measured" not in text
+    assert "predicted step 1000.00 ms, of which busy" in text
+    assert plan().predicted is not None
+    timed = replace(
+        predicted,
+        predicted=replace(plan().predicted, step_s=3.0),
+        alternatives={"even split": 2.0},
+    )
+    text = said(lambda console: show_plan(timed, console))
+    assert "measured step 3000.00 ms\npredicted step 1000.00 ms" in text
+    assert "of those this one was the fastest; the lower times are predictions" in text
+    slower = replace(timed, alternatives={"even split": 4.0})
+    assert "fastest" not in said(lambda console: show_plan(slower, console))
 
 
 def test_a_plan_file_keeps_what_was_considered(tmp_path: Path) -> None:

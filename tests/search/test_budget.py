@@ -144,7 +144,7 @@ def test_a_candidate_that_is_clearly_out_is_dropped_at_once(
 
 
 def test_rounds_end_with_the_budget() -> None:
-    found, clock = timed([2.0], budget=12.0)
+    found, clock = timed([2.0], budget=12.0 + job.END_S)
     assert len(found.rounds) == 3
     assert clock.seconds <= 12.0
     found, _ = timed([2.0], budget=0.0)

@@ -33,7 +33,6 @@ from hetconv.autotune.search.race import step_of
 from hetconv.autotune.search.ratio_search import (
     RatioKind,
     Weights,
-    format_weights,
     ratio_of,
 )
 from hetconv.autotune.search.tune import tune
@@ -49,7 +48,7 @@ from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Mode
 from hetconv.sharding.layer_rules import Conv, split_dim
 from hetconv.sharding.layout import Layout, Shape, spans
-from hetconv.sharding.split import REPLICATE
+from hetconv.sharding.split import REPLICATE, ratio_text
 from hetconv.tracing.tracer import capture
 
 MODES: tuple[tuple[str, Mode], ...] = (("inference", "infer"), ("training", "train"))
@@ -132,7 +131,7 @@ def measure(devices: tuple[DeviceName, ...], case: Stack, ideal: float) -> Any:
             | rounded
             | {"ideal": ideal}
         )
-        shares[name] = f"{kind} {format_weights(weights)}"
+        shares[name] = f"{kind} {ratio_text(weights)}"
     return results, shares
 
 

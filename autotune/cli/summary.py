@@ -11,10 +11,10 @@ from rich.table import Table
 from hetconv.autotune.report.contents import Tuning
 from hetconv.autotune.report.page import write_report
 from hetconv.autotune.report.step_times import WAY_HEADS, Summary, summarize, way_cells
-from hetconv.autotune.report.text import ratio_text
 from hetconv.autotune.search.job import Job
 from hetconv.autotune.search.record import Record
 from hetconv.planner.make_plan import make_plan
+from hetconv.sharding.split import ratio_text
 
 from .report_command import PAGE
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.device_model import DeviceModel, LinkModel
+from hetconv.sharding.split import ratio_text
 
-from .text import gb_per_s, milliseconds, ratio_text, shape_text
+from .text import gb_per_s, milliseconds, shape_text
 
 DEVICE_HEADS = "rank", "device", "memory", "conv", "copy", "operators"
 

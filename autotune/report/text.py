@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hetconv.schemas.plan import Alternative, GatheredOp, LayerPlan, Plan
 from hetconv.sharding.layout import spans
-from hetconv.sharding.split import Split
+from hetconv.sharding.split import Split, ratio_text
 
 ESTIMATED = "estimated from data sheets, nothing measured"
 REPLICATED = "every device computes all"
@@ -20,7 +20,7 @@ def sizes_text(split: Split) -> str:
     """
     nodes = spans(split.ranks or (len(split.sizes),))
     text = (
-        " | ".join(":".join(map(str, split.sizes[a:b])) for a, b in nodes)
+        " | ".join(ratio_text(split.sizes[a:b]) for a, b in nodes)
         + ", whole sum" * split.whole
     )
     return (
@@ -38,11 +38,6 @@ def split_text(split: Split) -> str:
 def shape_text(shape: Sequence[int]) -> str:
     """Returns a shape, as in ``1x3x256x256``."""
     return "x".join(map(str, shape))
-
-
-def ratio_text(weights: Sequence[int]) -> str:
-    """Returns proportions, as in ``3:1``."""
-    return ":".join(map(str, weights))
 
 
 def count(n: int, what: str) -> str:

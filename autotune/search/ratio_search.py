@@ -18,7 +18,7 @@ from hetconv.planner.partition import Splits, whole_model
 from hetconv.schemas.plan import Plan
 from hetconv.schemas.tuning_results import TunedRatio
 from hetconv.sharding.layout import apportion
-from hetconv.sharding.split import Split
+from hetconv.sharding.split import Split, ratio_text
 
 from .job import Run
 from .race import CANDIDATE, REFERENCE, TimingRequest, TrialFailedError
@@ -50,11 +50,6 @@ def ratio_of(splits: Mapping[str, Split]) -> tuple[RatioKind, Weights] | None:
     return (kind, weights) if sum(w > 0 for w in weights) > 1 else None  # type: ignore[return-value]
 
 
-def format_weights(weights: Sequence[int]) -> str:
-    """Writes weights as in 3:1."""
-    return ":".join(map(str, weights))
-
-
 @dataclass(frozen=True)
 class RatioSearch:
     """Search of a ratio on rank 0, which leads the other ranks' steps.
@@ -77,7 +72,7 @@ class RatioSearch:
         """Searches until it is ``enough``; returns None where the computed weights fail."""
         run, job = self.run, self.run.job
         assert run.store is not None  # this is rank 0
-        computed = format_weights(self.computed)
+        computed = ratio_text(self.computed)
         run.say.stage(f"{self.kind} ratio", job.trials)
         study = run.store.study(
             f"{self.kind} ratio from {computed}", "the computed ratio"
@@ -93,7 +88,7 @@ class RatioSearch:
             )
             return None
         run.say.detail(
-            f"{self.kind} {format_weights(weights)}: {step_s * 1e3:.1f} ms a step; "
+            f"{self.kind} {ratio_text(weights)}: {step_s * 1e3:.1f} ms a step; "
             f"computed {computed}: {computed_s * 1e3:.1f} ms"
         )
         return TunedRatio(
@@ -149,14 +144,14 @@ class RatioSearch:
             CANDIDATE: self.base.with_splits(self.splits(weights)),
         }
         return TimingRequest(
-            f"{self.kind} {format_weights(weights)}",
+            f"{self.kind} {ratio_text(weights)}",
             variants,
             min_seconds=self.trial_s,
             give_up_above=give_up_above,
         )
 
     def _report(self, trial: FrozenTrial) -> None:
-        weights = format_weights(trial.user_attrs[WEIGHTS])
+        weights = ratio_text(trial.user_attrs[WEIGHTS])
         if trial.value is None:
             note = f"{weights} failed {trial.user_attrs[FAILURE]}"
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -152,3 +153,8 @@ class Split:
 
 
 REPLICATE = Split("replicate")
+
+
+def ratio_text(weights: Sequence[int]) -> str:
+    """Returns proportions, as in ``3:1``."""
+    return ":".join(map(str, weights))

@@ -67,22 +67,28 @@ def start(block: Block, folder: Path, variables: dict[str, str]) -> dict[str, st
     return dict(v.split("=", 1) for v in kept.read_text().split("\0") if v)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(PAGE_TIMEOUT_S)
-@pytest.mark.parametrize("page", WITH_CODE)
-def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
-    variables = {
+def page_variables(home: Path) -> dict[str, str]:
+    """Environment variables of a page's commands."""
+    return {
         **{
             k: v
             for k, v in os.environ.items()
             if not k.startswith(("PYTEST", "TRITON"))
         },
-        "HOME": str(tmp_path),
+        "HOME": str(home),
         "OMP_NUM_THREADS": "1",
+        "PET_STANDALONE": "1",  # torchrun then looks for a free port
         "PYTHONDONTWRITEBYTECODE": "",  # dozens of processes import the same modules
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": f"{Path(__file__).parent / 'site'}:{ROOT}",
     }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(PAGE_TIMEOUT_S)
+@pytest.mark.parametrize("page", WITH_CODE)
+def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
+    variables = page_variables(tmp_path)
     for block in blocks(page):
         if block.title is not None:
             (tmp_path / block.title).write_text(block.text, encoding="utf-8")

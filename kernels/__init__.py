@@ -20,7 +20,7 @@ else:
     from .concat import concat_channels, epilogue_in_place
     from .conv2d_op import conv2d
     from .conv2d_parts_op import conv2d_parts
-    from .conv_nd import CHANNELS_LAST, conv_backward, conv_forward, is_channels_last
+    from .conv_nd import conv_backward, conv_forward
     from .dispatch import (
         conv2d_backward,
         conv2d_forward,
@@ -28,6 +28,7 @@ else:
         route,
         set_backend,
     )
+    from .memory_formats import CHANNELS_LAST, is_channels_last
     from .packing import pack, unpack
     from .tiles import Tile
 

@@ -6,7 +6,7 @@ version of torch that it was found in.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from hetconv.sharding.conv_spec import ConvGeometry, Ints, Padding
 
 from .epilogue import Epilogue
+from .memory_formats import is_channels_last
 
 Wanted = tuple[bool, bool, bool]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -117,16 +118,60 @@ def _torch_backward(
     dtype = x.dtype
     if is_miscomputed(x, w, geometry, pad):
         g, x, w = g.float(), x.float(), w.float()
-    stride, padding, dilation, groups = geometry
+    if wanted[1] and is_slow_channels_last(x, w, geometry.groups):
+        of_input, others = (wanted[0], False, False), (False, *wanted[1:])
+        gx, _, _ = _evenly_padded_backward(g, x, w, geometry, pad, of_input)
+        g, x, w = g.contiguous(), x.contiguous(), w.contiguous()
+        _, gw, gb = _evenly_padded_backward(g, x, w, geometry, pad, others)
+        assert gw is not None
+        gw = gw.contiguous(memory_format=torch.channels_last)
+    else:
+        gx, gw, gb = _evenly_padded_backward(g, x, w, geometry, pad, wanted)
+    if gx is not None and gx.shape != x_NCHW.shape:
+        for dim, (lo, hi) in enumerate(geometry.padding, 2):
+            gx = gx.narrow(dim, 0 if lo == hi else lo, x_NCHW.shape[dim])
+    gx, gw, gb = (t.to(dtype) if t is not None else None for t in (gx, gw, gb))
+    return gx, gw, gb
+
+
+def _evenly_padded_backward(
+    g: Tensor, x: Tensor, w: Tensor, geometry: ConvGeometry, pad: Ints, wanted: Wanted
+) -> Gradients:
+    stride, _, dilation, groups = geometry
     no_extra, biases = (0,) * len(pad), [w.shape[0]]
-    found = torch.ops.aten.convolution_backward(
+    found: Gradients = torch.ops.aten.convolution_backward(
         g, x, w, biases, stride, pad, dilation, False, no_extra, groups, wanted
     )
-    gx, gw, gb = (t.to(dtype) if t is not None else None for t in found)
-    if gx is not None and gx.shape != x_NCHW.shape:
-        for dim, (lo, hi) in enumerate(padding, 2):
-            gx = gx.narrow(dim, 0 if lo == hi else lo, x_NCHW.shape[dim])
-    return gx, gw, gb
+    return found
+
+
+def is_slow_channels_last(x: Tensor, w: Tensor, groups: int) -> bool:
+    """Returns whether oneDNN's weight gradient is slow for channels-last images.
+
+    On CPUs without AVX-512 it takes 2 to 5 times as long as for contiguous images of 100
+    pixels a side and more, and as long for small ones, copies of the images included.
+    Filters of one pixel are faster channels-last. Found in torch 2.13.
+
+    Args:
+        x: Input.
+        w: Filters.
+        groups: Groups of the convolution.
+    """
+    return (
+        x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and groups == 1
+        and w.dim() == 4
+        and max(w.shape[2:]) > 1
+        and is_channels_last(x)
+        and cpu_capability() == "AVX2"
+    )
+
+
+@cache
+def cpu_capability() -> str:
+    """Returns the vector instructions that torch uses, such as "AVX512"."""
+    return torch.backends.cpu.get_cpu_capability()
 
 
 def overruns(w_shape: Ints, stride: Ints) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from hetconv.sharding.conv_spec import ConvGeometry, ConvSpec, Ints, Padding
@@ -17,17 +16,6 @@ from .backend_choice import ANY_ROUTE, Route
 from .compute_hook import hooked
 from .dispatch import backward_2d, forward_2d, only_aten
 from .epilogue import IDENTITY, Epilogue
-
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""Memory format in which convolutions run fastest, by a tensor's number of dimensions."""
-
-
-def is_channels_last(x: Tensor) -> bool:
-    """Returns whether images, or filters, are channels-last.
-
-    The strides show it even for 1x1 kernels, which are contiguous in both formats.
-    """
-    return x.dim() in CHANNELS_LAST and x.stride(1) == 1 != x.stride(-1)
 
 
 @hooked

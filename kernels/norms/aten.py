@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hetconv.kernels.conv_nd import CHANNELS_LAST
+from hetconv.kernels.memory_formats import CHANNELS_LAST
 
 BATCH_NORM_OUT = torch.ops.aten.native_batch_norm.out
 BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward

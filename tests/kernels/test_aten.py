@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetconv import kernels
+from hetconv.kernels import aten
 from hetconv.kernels.aten import overruns
 from hetconv.nn.layers import HetConv2d
 from hetconv.runtime.het_tensor import gather
+from hetconv.sharding.conv_spec import ConvGeometry, Padding
 from hetconv.sharding.split import Split
 from tests.equivalence import full_gradients
 from tests.spawn import on_ranks
@@ -89,6 +91,53 @@ def test_others_are_torchs_own() -> None:
     assert not overruns((128, 16, 1, 1), (2, 2))
     assert not overruns((128, 8, 1, 1), (1, 1))
     assert not overruns((128, 8, 3, 3), (2, 2))
+
+
+@pytest.mark.parametrize("padding", [((1, 1), (1, 1)), ((0, 1), (2, 1))])
+@pytest.mark.parametrize("wanted", [(True, True, True), (False, True, False)])
+def test_filters_of_channels_last_images_have_their_gradient(
+    padding: Padding, wanted: aten.Wanted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without AVX-512 it is that of contiguous copies, and lies as the filters do."""
+    seeded = torch.Generator().manual_seed(0)
+    x, w = (torch.rand(s, generator=seeded) for s in ((2, 3, 9, 8), (4, 3, 3, 3)))
+    geometry = ConvGeometry((1, 1), padding, (1, 1), 1)
+    y = aten.conv(x, w, None, geometry)
+    tensors = [
+        t.to(memory_format=torch.channels_last)
+        for t in (torch.rand(y.shape, generator=seeded), x, w)
+    ]
+    found = []
+    for capability in ("AVX512", "AVX2"):
+        monkeypatch.setattr(aten, "cpu_capability", lambda c=capability: c)
+        is_slow = aten.is_slow_channels_last(*tensors[1:], groups=1)
+        assert is_slow == (capability == "AVX2")
+        found.append(aten.backward(*tensors, geometry, wanted))
+    for usual, copied in zip(*found, strict=True):
+        assert (usual is None) == (copied is None)
+        if usual is not None and copied is not None:
+            torch.testing.assert_close(copied, usual)
+            assert copied.stride() == usual.stride()
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "dtype"),
+    [
+        ((4, 8, 1, 1), 1, torch.float32),
+        ((8, 1, 3, 3), 8, torch.float32),
+        ((4, 8, 3, 3), 1, torch.bfloat16),
+    ],
+    ids=["one tap", "depthwise", "bfloat16"],
+)
+def test_other_filters_are_as_fast_channels_last(
+    shape: tuple[int, ...],
+    groups: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(aten, "cpu_capability", lambda: "AVX2")
+    x = torch.empty(2, 8, 9, 9, dtype=dtype).to(memory_format=torch.channels_last)
+    assert not aten.is_slow_channels_last(x, torch.empty(shape, dtype=dtype), groups)
 
 
 def trained() -> float:

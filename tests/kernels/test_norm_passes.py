@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetconv.kernels.conv_nd import CHANNELS_LAST
+from hetconv.kernels import CHANNELS_LAST
 from hetconv.kernels.epilogue import activate
 from hetconv.kernels.norms import (
     combination,

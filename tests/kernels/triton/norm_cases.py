@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hetconv.kernels.conv_nd import CHANNELS_LAST
+from hetconv.kernels import CHANNELS_LAST
 from hetconv.kernels.epilogue import Epilogue, activate
 from tests.interpreter import DEVICE
 

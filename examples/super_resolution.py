@@ -30,7 +30,15 @@ sys.path.insert(
 import hetconv
 from examples import pictures
 from examples.edsr import EDSR
-from examples.photographs import HELD_OUT, Batches, Pair, bicubic, load, psnr
+from examples.photographs import (
+    HELD_OUT,
+    MEMORY_FORMAT,
+    Batches,
+    Pair,
+    bicubic,
+    load,
+    psnr,
+)
 from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.measure.paired_rounds import paired
 from hetconv.runtime import throttle
@@ -112,7 +120,7 @@ def train_on_both(options: Options, plan_file: Path) -> None:
 def new_model() -> nn.Module:
     """With the same weights every time."""
     torch.manual_seed(SEED)
-    model: nn.Module = EDSR().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model: nn.Module = EDSR().to(memory_format=MEMORY_FORMAT)  # type: ignore[call-overload]
     return model
 
 

@@ -246,7 +246,7 @@ if __name__ == "__main__":
         "--trials", type=int, default=8, help="ratios that autotune tries"
     )
     parser.add_argument(
-        "--budget", type=float, default=75, help="seconds for autotune, about"
+        "--budget", type=float, default=120, help="seconds for autotune, about"
     )
     parser.add_argument(
         "--out",

@@ -114,7 +114,7 @@ def _show_step(plan: Plan, p: Prediction, console: Console) -> None:
     console.print(f"memory {', '.join(f'{gigabytes(m)} GB' for m in p.memory_bytes)}")
     for name, seconds in others:
         console.print(f"  {milliseconds(seconds):>10} ms  {name}")
-    if measured and others[0][1] < p.step_s:
+    if measured and others and others[0][1] < p.step_s:
         console.print(
             "hetconv autotune timed whole steps of several plans, and of those this one was the "
             "fastest; the lower times are predictions"

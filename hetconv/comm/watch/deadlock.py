@@ -9,6 +9,7 @@ there, and all waits of the group end.
 
 from __future__ import annotations
 
+import atexit
 import json
 import sys
 import threading
@@ -27,10 +28,13 @@ from hetconv.errors import DisagreementError
 from hetconv.torch_internals import store_of
 
 from .. import call_tags
+from .liveness import hang_up, store_hosts
 
 MIN_REPORTED_WAIT_S = 2.0
 """A wait that lasts longer is reported to the other ranks."""
 POLL_S = 0.5
+MAX_JOIN_S = 1.0
+MAX_FAILED_JOIN_S = 5.0  # once a question has failed
 MISMATCH_KEY = "mismatch"
 """The key in the store under which a rank writes what each rank does, once two are in
 different calls.
@@ -194,6 +198,7 @@ class DeadlockWatch:
             target=self._watch, name="hetconv-stalls", daemon=True
         )
         self._thread.start()
+        _asked[self._thread] = store_hosts(self._store)
         weakref.finalize(
             self, _join, self._ended, self._thread
         )  # before Python ends, which stops threads anywhere
@@ -253,7 +258,24 @@ class DeadlockWatch:
         return found
 
 
+_asked = weakref.WeakKeyDictionary[threading.Thread, list[tuple[str, int]]]()
+"""The store that each thread asks."""
+
+
+@atexit.register  # before any `_join` at exit is registered, so that it runs after them
+def _end_questions() -> None:
+    """Ends questions to stores that do not answer, as those of a host that was lost.
+
+    Python would abort if one of them ended while this process does.
+    """
+    for thread, hosts in list(_asked.items()):
+        if thread.is_alive():
+            for host in hosts:
+                hang_up(*host)
+            thread.join(MAX_FAILED_JOIN_S)
+
+
 def _join(ended: threading.Event, thread: threading.Thread) -> None:
     ended.set()
     if thread is not threading.current_thread():
-        thread.join(1.0)
+        thread.join(MAX_JOIN_S)

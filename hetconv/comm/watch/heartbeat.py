@@ -35,6 +35,7 @@ MAX_ANSWER_S = 1.0
 
 MAX_OPEN_S = 20.0  # then the program goes on while ranks are connected
 MAX_JOIN_S = 0.5  # a thread that asks a lost rank would wait for ever
+MAX_FAILED_JOIN_S = 5.0  # once its question has failed
 
 
 class LostRank(NamedTuple):
@@ -124,8 +125,8 @@ class Heartbeat:
         if self._asker.is_alive():
             # Python would abort if the lost rank ended, too, while this process does.
             for address in self._addresses.values():
-                hang_up(address)
-            self._asker.join(MAX_JOIN_S)
+                hang_up(address.host, address.port)
+            self._asker.join(MAX_FAILED_JOIN_S)
 
     def check(self) -> None:
         """Raises `ConnectionError` if a rank was lost."""

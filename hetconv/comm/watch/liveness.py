@@ -180,15 +180,30 @@ class Peer:
         return rank, how
 
 
-def hang_up(address: Address) -> None:
-    """Ends the connections of this process to a rank; a question to it then fails.
+def store_hosts(store: Any) -> list[tuple[str, int]]:
+    """Returns the IP addresses and the port of a store that is reached by TCP, if any."""
+    tcp = _tcp_store(store)
+    if tcp is None:
+        return []
+    with suppress(OSError):
+        found = socket.getaddrinfo(tcp.host, tcp.port, type=socket.SOCK_STREAM)
+        return [(str(name[0]), int(name[1])) for *_, name in found]
+    return []
+
+
+def hang_up(host: str, port: int) -> None:
+    """Ends the connections of this process to a store; a question to it then fails.
 
     The store has no way to do so. On other systems than Linux this does nothing.
+
+    Args:
+        host: Its IP address.
+        port: Its port.
     """
     for name in _listed("/proc/self/fd"):
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
-            host, port = found.getpeername()[:2]
-            if (host.removeprefix(IPV4_IN_IPV6), port) == address[:2]:
+            peer, peer_port = found.getpeername()[:2]
+            if (peer.removeprefix(IPV4_IN_IPV6), peer_port) == (host, port):
                 found.shutdown(socket.SHUT_RDWR)
 
 
@@ -207,12 +222,8 @@ def _own_host(group_store: Any) -> str:
     """
     with suppress(ImportError, OSError):
         return _interface_host(os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0])
-    while isinstance(group_store, c10d.PrefixStore):
-        group_store = group_store.underlying_store
-    known = isinstance(group_store, c10d.TCPStore)
-    host, port = (
-        (group_store.host, group_store.port) if known else (socket.gethostname(), 1)
-    )
+    tcp = _tcp_store(group_store)
+    host, port = (tcp.host, tcp.port) if tcp is not None else (socket.gethostname(), 1)
     with suppress(OSError):
         family, kind, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_DGRAM
@@ -221,6 +232,13 @@ def _own_host(group_store: Any) -> str:
             route.connect(address)  # finds the route, and sends nothing
             return str(route.getsockname()[0])
     return "127.0.0.1"
+
+
+def _tcp_store(store: Any) -> Any:
+    """Returns the store by TCP that a store is a part of, if it is one."""
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, c10d.TCPStore) else None
 
 
 def _interface_host(name: str) -> str:

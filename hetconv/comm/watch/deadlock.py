@@ -198,7 +198,7 @@ class DeadlockWatch:
             target=self._watch, name="hetconv-stalls", daemon=True
         )
         self._thread.start()
-        _asked[self._thread] = store_hosts(self._store)
+        _asked[self._thread] = self._ended, store_hosts(self._store)
         weakref.finalize(
             self, _join, self._ended, self._thread
         )  # before Python ends, which stops threads anywhere
@@ -258,17 +258,20 @@ class DeadlockWatch:
         return found
 
 
-_asked = weakref.WeakKeyDictionary[threading.Thread, list[tuple[str, int]]]()
-"""The store that each thread asks."""
+_asked = weakref.WeakKeyDictionary[
+    threading.Thread, tuple[threading.Event, list[tuple[str, int]]]
+]()
+"""How each thread is ended, and the store that it asks."""
 
 
-@atexit.register  # before any `_join` at exit is registered, so that it runs after them
+@atexit.register
 def _end_questions() -> None:
     """Ends questions to stores that do not answer, as those of a host that was lost.
 
     Python would abort if one of them ended while this process does.
     """
-    for thread, hosts in list(_asked.items()):
+    for thread, (ended, hosts) in list(_asked.items()):
+        _join(ended, thread)
         if thread.is_alive():
             for host in hosts:
                 hang_up(*host)

@@ -15,8 +15,8 @@ from examples.edsr import SCALE
 TRAINING = ("coffee", "chelsea", "rocket")
 HELD_OUT = "astronaut"
 # Without AVX-512 PyTorch takes up to twice as long to train channels-last.
-HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-MEMORY_FORMAT = torch.channels_last if HAS_AVX512 else torch.contiguous_format
+IS_SLOW = torch.backends.cpu.get_cpu_capability() == "AVX2"
+MEMORY_FORMAT = torch.contiguous_format if IS_SLOW else torch.channels_last
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ version of torch that it was found in.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -164,14 +164,8 @@ def is_slow_channels_last(x: Tensor, w: Tensor, groups: int) -> bool:
         and w.dim() == 4
         and max(w.shape[2:]) > 1
         and is_channels_last(x)
-        and cpu_capability() == "AVX2"
+        and torch.backends.cpu.get_cpu_capability() == "AVX2"
     )
-
-
-@cache
-def cpu_capability() -> str:
-    """Returns the vector instructions that torch uses, such as "AVX512"."""
-    return torch.backends.cpu.get_cpu_capability()
 
 
 def overruns(w_shape: Ints, stride: Ints) -> bool:

@@ -93,6 +93,10 @@ def test_others_are_torchs_own() -> None:
     assert not overruns((128, 8, 3, 3), (2, 2))
 
 
+def processor(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+
+
 @pytest.mark.parametrize("padding", [((1, 1), (1, 1)), ((0, 1), (2, 1))])
 @pytest.mark.parametrize("wanted", [(True, True, True), (False, True, False)])
 def test_filters_of_channels_last_images_have_their_gradient(
@@ -109,7 +113,7 @@ def test_filters_of_channels_last_images_have_their_gradient(
     ]
     found = []
     for capability in ("AVX512", "AVX2"):
-        monkeypatch.setattr(aten, "cpu_capability", lambda c=capability: c)
+        processor(capability, monkeypatch)
         is_slow = aten.is_slow_channels_last(*tensors[1:], groups=1)
         assert is_slow == (capability == "AVX2")
         found.append(aten.backward(*tensors, geometry, wanted))
@@ -135,7 +139,7 @@ def test_other_filters_are_as_fast_channels_last(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(aten, "cpu_capability", lambda: "AVX2")
+    processor("AVX2", monkeypatch)
     x = torch.empty(2, 8, 9, 9, dtype=dtype).to(memory_format=torch.channels_last)
     assert not aten.is_slow_channels_last(x, torch.empty(shape, dtype=dtype), groups)
 

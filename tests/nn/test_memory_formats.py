@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hetconv
-from hetconv.kernels import aten
 from hetconv.runtime.inputs import cropped
 from hetconv.sharding.split import SplitKind
 from tests.nets import plan_of, splits_of
@@ -98,7 +97,7 @@ def in_another_order(
     x = torch.randn(batch, 8, 12, 14).contiguous(memory_format=torch.channels_last)
     with pytest.MonkeyPatch.context() as patch, Lying() as lying:
         # Without AVX-512 weight gradients are computed on contiguous copies.
-        patch.setattr(aten, "cpu_capability", lambda: "AVX512")
+        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
         y = cut(x)
         y.backward(torch.ones_like(y))
     return lying.otherwise, len(lying.seen)

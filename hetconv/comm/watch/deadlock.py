@@ -28,13 +28,12 @@ from hetconv.errors import DisagreementError
 from hetconv.torch_internals import store_of
 
 from .. import call_tags
-from .liveness import hang_up, store_hosts
+from .liveness import MAX_FAILED_JOIN_S, hang_up, store_hosts
 
 MIN_REPORTED_WAIT_S = 2.0
 """A wait that lasts longer is reported to the other ranks."""
 POLL_S = 0.5
 MAX_JOIN_S = 1.0
-MAX_FAILED_JOIN_S = 5.0  # once a question has failed
 MISMATCH_KEY = "mismatch"
 """The key in the store under which a rank writes what each rank does, once two are in
 different calls.
@@ -199,9 +198,8 @@ class DeadlockWatch:
         )
         self._thread.start()
         _asked[self._thread] = self._ended, store_hosts(self._store)
-        weakref.finalize(
-            self, _join, self._ended, self._thread
-        )  # before Python ends, which stops threads anywhere
+        # At exit `_end_questions` does it.
+        weakref.finalize(self, _join, self._ended, self._thread).atexit = False
 
     def _watch(self) -> None:
         number, beat, seen = 0, 0, dict[int, Wait]()
@@ -266,9 +264,10 @@ _asked = weakref.WeakKeyDictionary[
 
 @atexit.register
 def _end_questions() -> None:
-    """Ends questions to stores that do not answer, as those of a host that was lost.
+    """Ends the threads before Python ends, which stops threads anywhere.
 
-    Python would abort if one of them ended while this process does.
+    It would abort if a question to a store that does not answer, as that of a host that
+    was lost, ended meanwhile.
     """
     for thread, (ended, hosts) in list(_asked.items()):
         _join(ended, thread)

@@ -20,7 +20,15 @@ from functools import cache
 from typing import NamedTuple
 from weakref import WeakSet
 
-from .liveness import OPEN_TIMEOUT_S, Address, Answers, Peer, hang_up, is_stopped
+from .liveness import (
+    MAX_FAILED_JOIN_S,
+    OPEN_TIMEOUT_S,
+    Address,
+    Answers,
+    Peer,
+    hang_up,
+    is_stopped,
+)
 
 log = logging.getLogger("hetconv")
 MIN_WAIT_S = 1.0
@@ -35,7 +43,6 @@ MAX_ANSWER_S = 1.0
 
 MAX_OPEN_S = 20.0  # then the program goes on while ranks are connected
 MAX_JOIN_S = 0.5  # a thread that asks a lost rank would wait for ever
-MAX_FAILED_JOIN_S = 5.0  # once its question has failed
 
 
 class LostRank(NamedTuple):

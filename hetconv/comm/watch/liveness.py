@@ -29,6 +29,7 @@ OPEN_TIMEOUT_S = 60.0
 connects, and answers nobody meanwhile: for seconds, where no name server answers.
 """
 STOPPED = "T"  # in proc(5): by a signal, unlike "t", by a debugger
+MAX_FAILED_JOIN_S = 5.0  # for a thread whose question has failed, as after `hang_up`
 TOKEN_BYTES = 16
 IPV4_IN_IPV6 = "::ffff:"
 CONNECTED_KEY = "connected"

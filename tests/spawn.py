@@ -76,7 +76,8 @@ def _serve(
     )
     while (job := jobs.recv_bytes()) != b"stop":
         torch.manual_seed(0)
-        call_tags.enter_step("nothing")  # the last job may have left each rank in another call
+        # The last job may have left each rank in another call.
+        call_tags.enter_step("nothing")
         try:
             fn, args = pickle.loads(job)
             answer = pickle.dumps((True, fn(*args)))

@@ -121,7 +121,7 @@ def right() -> list[Stage]:
     )
     needs = "pytest", "hypothesis"
     return [
-        pytest_stage("kernels", 150, "--maxfail=10", *kernels, needs=needs),
+        pytest_stage("kernels", 210, "--maxfail=10", *kernels, needs=needs),
         pytest_stage(
             "messages over NCCL", 30, OF_RANKS, "-k", "nccl and messages", alone=True
         ),

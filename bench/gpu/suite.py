@@ -90,9 +90,13 @@ def measured(args: argparse.Namespace, start: float) -> list[Done]:
     )
     known = earlier((folder, committed)) if args.resume else {}
     done: list[Done] = []
-    for stage in chosen(stages(folder), args.only):
+    every = stages(folder)
+    wanted = {stage.name for stage in chosen(every, args.only)}
+    for stage in every:
         before = known.get(stage.name)
-        if before is not None and before.outcome == "passed":
+        if stage.name not in wanted:
+            done += [before] if before is not None else []
+        elif before is not None and before.outcome == "passed":
             done.append(before)
         else:
             left = args.seconds - (time.monotonic() - start)

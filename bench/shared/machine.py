@@ -66,10 +66,11 @@ def now() -> str:
 
 
 def commit() -> dict[str, Any]:
-    """From git, or from HETCONV_COMMIT where a copy of the tree has no history."""
+    """From git, or from HETCONV_COMMIT, for a copy of the tree whose history is another."""
+    given = os.environ.get("HETCONV_COMMIT")
     found = _said("git", "-C", str(ROOT), "rev-parse", "HEAD")
-    if found is None:
-        return {"commit": os.environ.get("HETCONV_COMMIT"), "dirty": None}
+    if given is not None or found is None:
+        return {"commit": given, "dirty": None}
     return {
         "commit": found,
         "dirty": bool(_said("git", "-C", str(ROOT), "status", "--porcelain")),

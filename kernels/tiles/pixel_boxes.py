@@ -7,6 +7,8 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
+from .tile import MIN_SIDE
+
 Image = tuple[int, int, int]  # samples, rows, columns
 
 MAX_BOX_SIDE = 256  # pixels, of a box that the copy engine reads
@@ -94,7 +96,7 @@ def pixel_runs(
         )
         for n in range(1, most_per_step + 1)
         for o in orders
-        if (side := pixels // n) * n == pixels
+        if (side := pixels // n) * n == pixels and (n == 1 or side >= MIN_SIDE)
     ]
     if joins_rows and (rows := _joined_rows(image, pixels)) is not None:
         found.append(PixelRuns(rows, prod(image) // pixels, joined=True))

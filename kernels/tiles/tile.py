@@ -9,6 +9,7 @@ from typing import Literal
 from hetconv.errors import KernelError
 
 TileKind = Literal["tma", "pointer"]
+MIN_SIDE, MAX_SIDE = 16, 256  # of a product's operand, that tensor cores take
 Pass = Literal["forward", "input gradient", "weight gradient"]
 
 
@@ -92,4 +93,4 @@ class Tile:
 
 
 def _is_side(pixels: int) -> bool:
-    return 16 <= pixels <= 256 and pixels & (pixels - 1) == 0
+    return MIN_SIDE <= pixels <= MAX_SIDE and pixels & (pixels - 1) == 0

@@ -124,6 +124,9 @@ def test_a_resumed_run_leaves_out_what_passed(
         codes, "passed"
     )
     assert {d.commit for d in rows.values()} == {"abc"}
+    found[0] = Stage("good", ("-c", "raise SystemExit('off')"), 60)
+    suite.run(parsed(*arguments, "--resume", "--only", "slow"))
+    assert suite.earlier((tmp_path,)) == rows
 
 
 def test_no_time_loses_nothing_of_an_earlier_run(

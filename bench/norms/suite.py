@@ -144,7 +144,10 @@ def by_torch(work: Work, case: Case, t: Inputs) -> Tensor:
     )
     size = (N, C, sides[0] * sides[1], case.groups, wanted)
     backward = aten.native_group_norm_backward
-    gradients = backward(t.g, t.x, *of_groups, weight, *size)
+    x, g = t.x, t.g
+    if x.is_cuda:  # as autograd does there
+        x, g = x.contiguous(), g.contiguous()
+    gradients = backward(g, x, *of_groups, weight, *size)
     return gradients[0]
 
 

@@ -6,10 +6,12 @@ Letters as in `hetconv.sharding.conv_spec`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
+from hetconv.errors import KernelError
 from hetconv.kernels.tiles import Pass
 from hetconv.sharding.conv_spec import ConvSpec
 
@@ -201,3 +203,21 @@ def _slices(layer: Layer, n: int, dtype: Dtype) -> Iterator[Case]:
             part,
             K,
         )
+
+
+def matching(suite: Sequence[Case], regex: str) -> list[Case]:
+    """Returns the cases whose name a regular expression matches somewhere.
+
+    Raises:
+        KernelError: It matches none, or is no regular expression.
+    """
+    try:
+        pattern = re.compile(regex)
+    except re.error as e:
+        raise KernelError(f"--filter {regex!r} is no regular expression: {e}") from e
+    found = [case for case in suite if pattern.search(case.name)]
+    if not found:
+        raise KernelError(
+            f"no case matches --filter {regex!r}; names are like {suite[0].name!r}"
+        )
+    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -157,21 +156,9 @@ def selected(args: argparse.Namespace) -> list[tuple[Case, Pass]]:
         raise KernelError(
             f"--passes {args.passes!r} is not known; give some of {', '.join(PASSES)}"
         )
-    try:
-        pattern = re.compile(args.filter)
-    except re.error as e:
-        raise KernelError(
-            f"--filter {args.filter!r} is no regular expression: {e}"
-        ) from e
     suite = kernel_cases.quick() if args.quick else kernel_cases.cases()
-    found = [
-        (c, p) for c in suite if pattern.search(c.name) for p in c.passes if p in asked
-    ]
-    if not found:
-        raise KernelError(
-            f"no case matches --filter {args.filter!r}; names are like {suite[0].name!r}"
-        )
-    return found
+    chosen = kernel_cases.matching(suite, args.filter)
+    return [(c, p) for c in chosen for p in c.passes if p in asked]
 
 
 def attempted(

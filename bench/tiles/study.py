@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.kernels.cases import Case, quick
+from bench.kernels.cases import Case, matching, quick
 from bench.kernels.checks import (
     Tensors,
     by_aten,
@@ -55,9 +55,16 @@ def candidates(case: Case, what: Pass, chip: Chip) -> list[Tile]:
     return found[:TILES_PER_PASS]
 
 
-def studied(what: str = "") -> list[tuple[Case, Pass]]:
-    """Returns the passes of the suite, those that decide most first."""
-    return [(case, p) for case in quick() for p in case.passes if what in case.name]
+def studied(regex: str = "") -> list[tuple[Case, Pass]]:
+    """Returns the passes of the suite, those that decide most first.
+
+    Args:
+        regex: Regular expression that the names of cases match somewhere.
+
+    Raises:
+        KernelError: It matches none, or is no regular expression.
+    """
+    return [(case, p) for case in matching(quick(), regex) for p in case.passes]
 
 
 def row(

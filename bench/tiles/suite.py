@@ -37,9 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--filter",
-        metavar="TEXT",
+        metavar="REGEX",
         default="",
-        help="only cases whose name has this in it",
+        help="only cases whose name matches somewhere",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep what the output file has, and leave it out",
     )
     add_run_arguments(parser)
 
@@ -57,23 +62,26 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measured_document(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the times of the tiles of each pass, saved after each."""
+    """Returns the times of the tiles of each pass, saved after each.
+
+    Raises:
+        KernelError: There is no GPU, or no such case.
+    """
     chosen = studied(args.filter)
-    if not chosen:
-        name = studied()[0][0].name
-        raise KernelError(
-            f"no case has --filter {args.filter!r} in its name; names are like {name!r}"
-        )
     device = need_cuda("tiles")
     machine, start = facts(), time.monotonic()
-    document: dict[str, Any] = {"suite": "tiles", **machine, "rows": []}
+    chip = chip_of(device)
+    document: dict[str, Any] = {"suite": "tiles", **machine, "chip": asdict(chip)}
     document["weight_gradient_steps"] = "runs"
+    document["rows"] = earlier(args.output, machine) if args.resume else []
+    known = {(r["name"], r["pass"]) for r in document["rows"]}
+    chosen = [(case, p) for case, p in chosen if (case.name, p) not in known]
     with checks_in_processes() as check:
         for case, what in chosen:
             if args.budget is not None and time.monotonic() > start + args.budget:
                 document["stopped"] = f"after the budget of {args.budget:.0f} s"
                 break
-            tiles = candidates(case, what, chip_of(device))
+            tiles = candidates(case, what, chip)
             faults = check([(case, what, tile) for tile in tiles])
             found = row(case, what, tiles, faults, device, machine["l2_bytes"])
             document["rows"].append(found)
@@ -81,6 +89,32 @@ def measured_document(args: argparse.Namespace) -> dict[str, Any]:
             if args.output is not None:
                 save(args.output, document)
     return document
+
+
+def earlier(output: Path | None, machine: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the rows of a file that was written before on such a machine.
+
+    Args:
+        output: The file.
+        machine: What `facts` says of this machine.
+
+    Raises:
+        KernelError: No file is given, or it is of another machine or suite.
+    """
+    if output is None:
+        raise KernelError("--resume keeps what a file has; give it with --output")
+    if not output.exists():
+        return []
+    load(output)
+    document = json.loads(output.read_text())
+    same = "device", "torch", "triton"
+    if any(document[key] != machine[key] for key in same):
+        raise KernelError(
+            f"{output} is of {', '.join(document[key] for key in same)}, not of "
+            f"{', '.join(machine[key] for key in same)}; give another --output"
+        )
+    rows: list[dict[str, Any]] = document["rows"]
+    return rows
 
 
 def line(row: dict[str, Any]) -> str:

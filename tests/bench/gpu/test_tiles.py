@@ -41,6 +41,9 @@ def test_the_default_tile_is_studied_first_and_shapes_differ() -> None:
     assert all(study.candidates(c, p, CHIPS[90]) for c, p in phases)
 
 
+MACHINE = {"device": "made up", "torch": "2", "triton": "3", "l2_bytes": 1 << 16}
+
+
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
@@ -58,9 +61,10 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for where, name, value in (
         (suite, "need_cuda", lambda name: torch.device("cpu")),
-        (suite, "facts", lambda: {"device": "made up", "l2_bytes": 1 << 16}),
+        (suite, "facts", lambda: dict(MACHINE)),
         (suite, "checks_in_processes", checks),
         (study, "quick", lambda: [TINY]),
+        (measured, "cases", lambda: [TINY]),
         (study, "by_triton", by_triton),
         (study, "prepared", prepared),
         (timing, "seconds", lambda run: 2e-6),
@@ -84,12 +88,29 @@ def test_a_run_times_tiles_of_every_pass(
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == document
 
 
-def test_what_was_measured_can_be_fitted(
-    without_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_resumed_run_keeps_what_was_measured(
+    without_gpu: None, tmp_path: Path
 ) -> None:
     file = tmp_path / "tiles.json"
     suite.run(parsed("-o", str(file)))
-    monkeypatch.setattr(measured, "cases", lambda: [TINY])
+    document = json.loads(file.read_text())
+    first, *_ = document["rows"]
+    first["cudnn_us"] = 77.0
+    file.write_text(json.dumps(document | {"rows": [first]}))
+    suite.run(parsed("--resume", "-o", str(file)))
+    rows = json.loads(file.read_text())["rows"]
+    assert [r["pass"] for r in rows] == list(PASSES)
+    assert [r["cudnn_us"] == 77.0 for r in rows] == [True, False, False]
+    file.write_text(json.dumps(document | {"device": "another"}))
+    with pytest.raises(KernelError, match=r"is of another.* give another --output"):
+        suite.run(parsed("--resume", "-o", str(file)))
+    with pytest.raises(KernelError, match="give it with --output"):
+        suite.run(parsed("--resume"))
+
+
+def test_what_was_measured_can_be_fitted(without_gpu: None, tmp_path: Path) -> None:
+    file = tmp_path / "tiles.json"
+    suite.run(parsed("-o", str(file)))
     passes = measured.load(file)
     assert [p.what for p in passes] == list(PASSES)
     assert not any(p.boxes for p in passes)
@@ -109,7 +130,7 @@ def test_a_file_of_another_suite_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_case_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(KernelError, match="no case has --filter 'alexnet' in its name"):
+    with pytest.raises(KernelError, match="no case matches --filter 'alexnet'"):
         suite.run(parsed("--filter", "alexnet"))
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from scipy.optimize import differential_evolution, minimize
 
-from bench.kernels.cases import PASSES
 from hetconv.kernels.chip import Chip
 from hetconv.kernels.tiles import Pass
 from hetconv.kernels.tiles.time_model import (
@@ -23,7 +22,7 @@ from hetconv.kernels.tiles.time_model import (
     predicted_seconds,
 )
 
-from .measured import H100, MeasuredPass
+from .measured import MeasuredPass
 
 # Start, least and most of each constant.
 BOUNDS: dict[str, tuple[float, float, float]] = {
@@ -77,33 +76,33 @@ class Data:
 
     Args:
         passes: The passes, one at least.
-        chip: The GPU that they were measured on.
     """
 
-    def __init__(self, passes: Sequence[MeasuredPass], chip: Chip = H100) -> None:
-        self.passes, self.chip = passes, chip
+    def __init__(self, passes: Sequence[MeasuredPass]) -> None:
+        self.passes = passes
         self.seconds = np.array([s for p in passes for s in p.seconds])
         ends = np.cumsum([len(p.tiles) for p in passes])
         self._pass_ends = ends[:-1]
         products = [
             (p, work, end)
             for p, end in zip(passes, ends, strict=True)
-            for work in p.workloads(chip)
+            for work in p.workloads()
         ]
         rows = [np.arange(end - len(p.tiles), end) for p, _, end in products]
         self._tile_of_row = np.concatenate(rows)
-        whats = np.concatenate([[p.what] * len(p.tiles) for p, _, _ in products])
-        self._parts: list[tuple[Numbers, Workload, Pass]] = []
-        for what in PASSES:
-            of_kind = [work for p, work, _ in products if p.what == what]
-            if of_kind:
-                self._parts.append((whats == what, joined(of_kind), what))
+        counts = [len(p.tiles) for p, _, _ in products]
+        kinds = [(p.what, p.chip) for p, _, _ in products]
+        self._parts: list[tuple[Numbers, Workload, Pass, Chip]] = []
+        for kind in dict.fromkeys(kinds):
+            is_of_kind = [other == kind for other in kinds]
+            of_kind = [work for p, work, _ in products if (p.what, p.chip) == kind]
+            self._parts.append((np.repeat(is_of_kind, counts), joined(of_kind), *kind))
 
     def predicted(self, models: Models) -> Numbers:
         """Returns the predicted seconds of all tiles, one pass after the other."""
         seconds = np.empty(len(self._tile_of_row))
-        for rows, work, what in self._parts:
-            seconds[rows] = predicted_seconds(work, self.chip, models.of(what))
+        for rows, work, what, chip in self._parts:
+            seconds[rows] = predicted_seconds(work, chip, models.of(what))
         total = np.bincount(self._tile_of_row, seconds, len(self.seconds))
         return total.astype(np.float64)
 

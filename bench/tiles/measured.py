@@ -12,11 +12,9 @@ from typing import Any
 from bench.kernels.cases import cases
 from bench.kernels.checks import gemm_shapes
 from hetconv.errors import KernelError
-from hetconv.kernels.chip import CHIPS, Chip
+from hetconv.kernels.chip import Chip
 from hetconv.kernels.tiles import GemmShape, Pass, Tile, pixel_box
 from hetconv.kernels.tiles.time_model import Workload, joined, workload
-
-H100 = CHIPS[90]
 
 
 @dataclass(frozen=True)
@@ -30,6 +28,7 @@ class MeasuredPass:
             the stride.
         tiles: The tiles that gave right results every time.
         seconds: Their times.
+        chip: The GPU.
         boxes: Whether a step of a weight gradient took the squarest box of pixels.
     """
 
@@ -38,10 +37,12 @@ class MeasuredPass:
     shapes: tuple[GemmShape, ...]
     tiles: tuple[Tile, ...]
     seconds: tuple[float, ...]
-    boxes: bool = False
+    chip: Chip
+    boxes: bool
 
-    def workloads(self, chip: Chip) -> list[Workload]:
+    def workloads(self) -> list[Workload]:
         """Returns the tiles as the time model sees them, for each product of the pass."""
+        chip = self.chip
         if not self.boxes or self.what != "weight gradient":
             return [workload(self.tiles, shape, chip) for shape in self.shapes]
         (shape,) = self.shapes
@@ -76,10 +77,13 @@ def load(path: Path) -> list[MeasuredPass]:
             "bench/results/nvidia-h100-80gb-hbm3/tiles.json"
         )
     in_boxes = document.get("weight_gradient_steps") == "boxes"
-    return [_loaded(row, in_boxes, path) for row in document["rows"]]
+    chip = Chip(**document["chip"])
+    return [_loaded(row, chip, in_boxes, path) for row in document["rows"]]
 
 
-def _loaded(row: Mapping[str, Any], boxes: bool, path: Path) -> MeasuredPass:
+def _loaded(
+    row: Mapping[str, Any], chip: Chip, boxes: bool, path: Path
+) -> MeasuredPass:
     known = {case.name: case for case in cases()}
     case = known.get(row["name"])
     if case is None:
@@ -95,6 +99,7 @@ def _loaded(row: Mapping[str, Any], boxes: bool, path: Path) -> MeasuredPass:
         tuple(gemm_shapes(case, row["pass"])),
         tuple(map(Tile.parse, stable)),
         tuple(stable.values()),
+        chip,
         boxes,
     )
 

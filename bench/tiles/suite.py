@@ -21,7 +21,9 @@ from .fit import Data, Models, fitted
 from .measured import MeasuredPass, load, summary
 from .study import candidates, row, studied
 
-MEASURED = RESULTS / "nvidia-h100-80gb-hbm3" / "tiles.json"
+MEASURED = [
+    RESULTS / gpu / "tiles.json" for gpu in ("nvidia-h100-80gb-hbm3", "nvidia-h200")
+]
 HALVES = 3  # random halves of the passes that are fitted alone
 
 
@@ -30,10 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fit",
         type=Path,
         metavar="FILE",
-        nargs="?",
-        const=MEASURED,
-        help="fit the constants to this result file (default: the committed one of an H100); "
-        "needs no GPU",
+        nargs="*",
+        help="fit the constants to these result files (default: the committed ones); needs no "
+        "GPU",
     )
     parser.add_argument(
         "--filter",
@@ -55,7 +56,10 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         KernelError: There is no GPU, no such case, or the file to fit is of another suite.
     """
-    document = fit_document(load(args.fit)) if args.fit else measured_document(args)
+    if args.fit is None:
+        document = measured_document(args)
+    else:
+        document = fit_document([p for f in args.fit or MEASURED for p in load(f)])
     if args.output is not None:
         save(args.output, document)
     print(json.dumps(document))

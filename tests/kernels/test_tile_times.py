@@ -1,23 +1,26 @@
-"""Predicted times of tiles against those that an H100 measured."""
+"""Predicted times of tiles against those that GPUs measured."""
 
 from __future__ import annotations
 
 import pytest
 
 from bench.tiles import fit
-from bench.tiles.measured import H100, load, summary
+from bench.tiles.measured import load, summary
 from bench.tiles.suite import MEASURED
+from hetconv.kernels.chip import CHIPS
 from hetconv.kernels.tiles import Pass, default_tile
 from hetconv.kernels.tiles.fitted_models import FORWARD, WEIGHT_GRADIENT
 
-PASSES = load(MEASURED)
+MEASURED_BY = {file.parent.name: load(file) for file in MEASURED}
+H100, PASSES = CHIPS[90], MEASURED_BY["nvidia-h100-80gb-hbm3"]
 
 
 @pytest.mark.parametrize("what", ["forward", "input gradient", "weight gradient"])
-def test_the_tile_that_is_predicted_fastest_is_fast(what: Pass) -> None:
-    regrets = fit.Data(PASSES).regrets(fit.Models(FORWARD, WEIGHT_GRADIENT))
+@pytest.mark.parametrize("gpu", MEASURED_BY)
+def test_the_tile_that_is_predicted_fastest_is_fast(gpu: str, what: Pass) -> None:
+    regrets = fit.Data(MEASURED_BY[gpu]).regrets(fit.Models(FORWARD, WEIGHT_GRADIENT))
     found = summary(regrets)[what]
-    assert found["passes"] > 10
+    assert found["passes"] >= 5
     assert found["geomean"] <= 1.06
     assert found["worst"] <= 1.3
 

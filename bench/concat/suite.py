@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> None:
         _measure_machine(report)
         report.fill(
             (
-                {"name": case.name, "work": what, "form": case.form, **asdict(case)},
+                {"name": case.name, "work": what, **asdict(case)},
                 partial(measured, case, what, report),
             )
             for case in (quick() if args.quick else cases())
@@ -147,7 +147,7 @@ def _measure_machine(report: Report) -> None:
 
 
 def line(row: Row) -> str:
-    head = f"{row['name']:24} {row['work']:17} {row['form']}"
+    head = f"{row['name']:24} {row['work']:17}"
     if (why := untimed(row)) is not None:
         return f"{head} {why}"
     loop = "" if row["mode"] == "graph" else f"  ({row['mode']})"

@@ -19,7 +19,6 @@ from bench.kernels.checks import Error, error
 from hetconv import kernels
 from hetconv.kernels.concat import launch_split
 from hetconv.kernels.epilogue import Epilogue
-from hetconv.kernels.triton.concat import is_flat
 
 What = Literal["concat", "finished", "adjoint", "finished adjoint"]
 WORKS: tuple[What, ...] = get_args(What)
@@ -30,8 +29,7 @@ SIZES = {
     5: (24, 40, 48, 64, 80),
     8: (8, 16, 24, 32, 32, 40, 48, 56),
 }
-"""Channels of parts, uneven, by their number. In half types four parts are the narrowest
-that are copied flat, and five the widest whose rows are joined."""
+"""Channels of parts, uneven, by their number."""
 CHANNELS, SIDE = 256, 32
 MEGABYTES = (64, 512, 8, 1)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -72,12 +70,6 @@ class Case:
         return self.result_bytes // (
             CHANNELS * SIDE * SIDE * DTYPES[self.dtype].itemsize
         )
-
-    @property
-    def form(self) -> Literal["flat", "rows"]:
-        """Form of the kernels that is chosen."""
-        itemsize = DTYPES[self.dtype].itemsize
-        return "flat" if is_flat([k * itemsize for k in self.sizes]) else "rows"
 
     def read_bytes(self, what: What) -> int:
         """The adjoint of an activation reads what it was applied to as well."""

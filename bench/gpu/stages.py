@@ -108,7 +108,7 @@ def right() -> list[Stage]:
                 "composite_tiles",
                 "strided_tensors",
                 "concat",
-                "concat_forms",
+                "concat_launches",
                 "norms",
                 "pack",
                 "conv2d_parts",

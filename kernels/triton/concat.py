@@ -4,21 +4,15 @@ y[n, k, p, q] = activation(scale[k] part[n, k, p, q] + shift[k] + residual[n, k,
 
 where the parts are side by side along k. What is moved at a time is a unit: UNIT channels
 of a pixel, at most 16 bytes, that lie side by side in one part. A program takes BLOCK
-units that follow on each other, in one of two forms:
-
-    flat    units of one part, which are read as one run where its pixels are packed
-    rows    units of the result, which come from several parts and are written as one run
-
-Narrow parts are joined by rows: flat, they would fill small pieces of a line of the
-result, and other programs would write the rest of the line much later. Parameters of
-both kernels beside those of `implicit_gemm`; strides are counted in units:
+units of the result that follow on each other, from as many parts as they have: a program
+of one part would fill a piece of a line of memory, and others the rest of it much later.
+Parameters of both kernels beside those of `implicit_gemm`; strides are counted in units:
 
     parts             pointer to each part that has channels
     part_strides      stride from pixel to pixel of each part
     y_strides         strides of samples, rows and columns; likewise of other images
-    WIDTHS            units of a pixel of each part
     STARTS            first unit of a pixel of each part in the result, then their number
-    FLAT              whether programs are flat
+    WIDTHS            units of a pixel of each part, which are the gradients' strides
 """
 
 from __future__ import annotations
@@ -48,40 +42,19 @@ from .device_functions import (
 )
 from .pack import BLOCK_UNITS, WARPS
 
-# The length of a line of memory. Flat copies on an H100 reached 88 to 92 % of a copy's
-# bandwidth with parts of 171 bytes a pixel and more on average, and 45 % with eight parts
-# of 64 on average. Rows have not been measured yet.
-MIN_FLAT_PART_BYTES = 128
-
 
 @triton.jit
-def _units_of_program(
-    pixels, WIDTHS: tl.constexpr, STARTS: tl.constexpr,
-    FLAT: tl.constexpr, INT64: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _units_of_program(STARTS: tl.constexpr, INT64: tl.constexpr, BLOCK: tl.constexpr):
     """Pixels of a program's units, their positions in a pixel of the result, their part.
 
-    The part is one number where programs are flat. Units beyond the last have pixels
-    beyond the last.
+    Units beyond the last have pixels beyond the last.
     """
     block = tl.program_id(0).to(tl.int64) if INT64 else tl.program_id(0)
     e = block * BLOCK + tl.arange(0, BLOCK)
-    if FLAT:
-        pixel, unit, part = e, e, 0  # until the part of this program is found
-        for i in tl.static_range(len(WIDTHS)):
-            units = (tl.cast(pixels, tl.int64) if INT64 else pixels) * WIDTHS[i]
-            blocks = tl.cdiv(units, BLOCK)
-            if (block >= 0) & (block < blocks):
-                in_part = block * BLOCK + tl.arange(0, BLOCK)
-                pixel = in_part // WIDTHS[i]
-                unit = STARTS[i] + in_part % WIDTHS[i]
-                part = i
-            block -= blocks
-    else:
-        pixel, unit = e // STARTS[len(WIDTHS)], e % STARTS[len(WIDTHS)]
-        part = tl.zeros((BLOCK,), tl.int32)
-        for i in tl.static_range(1, len(WIDTHS)):
-            part += (unit >= STARTS[i]).to(tl.int32)
+    pixel, unit = e // STARTS[len(STARTS) - 1], e % STARTS[len(STARTS) - 1]
+    part = tl.zeros((BLOCK,), tl.int32)
+    for i in tl.static_range(1, len(STARTS) - 1):
+        part += (unit >= STARTS[i]).to(tl.int32)
     return pixel, unit, part
 
 
@@ -139,13 +112,13 @@ def concat(
     parts, y, scale, shift, residual,
     pixels, P, Q,
     part_strides, y_strides, residual_strides,
-    WIDTHS: tl.constexpr, STARTS: tl.constexpr, UNIT: tl.constexpr,
+    STARTS: tl.constexpr, UNIT: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr, SLOPE: tl.constexpr,
-    FLAT: tl.constexpr, INT64: tl.constexpr, BLOCK: tl.constexpr,
+    INT64: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Computes BLOCK units of y; parameters are explained in the module's docstring."""
-    pixel, unit, part = _units_of_program(pixels, WIDTHS, STARTS, FLAT, INT64, BLOCK)
+    pixel, unit, part = _units_of_program(STARTS, INT64, BLOCK)
     inside = (pixel < pixels)[:, None]
     source = _addresses(parts, part_strides, pixel, unit, part, STARTS, UNIT)
     x = tl.load(source, mask=inside)
@@ -166,10 +139,10 @@ def split(
     parts, gradients, g, dr, scale, shift, residual,
     pixels, P, Q,
     part_strides, g_strides, residual_strides,
-    WIDTHS: tl.constexpr, STARTS: tl.constexpr, UNIT: tl.constexpr,
+    STARTS: tl.constexpr, WIDTHS: tl.constexpr, UNIT: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr, SLOPE: tl.constexpr,
-    FLAT: tl.constexpr, INT64: tl.constexpr, BLOCK: tl.constexpr,
+    INT64: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Computes BLOCK units of the gradients of `concat`'s parts and residual from g.
 
@@ -177,7 +150,7 @@ def split(
     Under an activation its input is computed again from the parts. Other parameters are
     explained in the module's docstring.
     """
-    pixel, unit, part = _units_of_program(pixels, WIDTHS, STARTS, FLAT, INT64, BLOCK)
+    pixel, unit, part = _units_of_program(STARTS, INT64, BLOCK)
     inside = (pixel < pixels)[:, None]
     d = tl.load(g + _offsets(pixel, unit, P, Q, g_strides, UNIT), mask=inside)
     factor = _load_per_channel(scale, unit, inside, UNIT) if HAS_SCALE else 1.0
@@ -190,7 +163,7 @@ def split(
         )  # fmt: skip
         d = activation_gradient(d.to(tl.float32), z, ACTIVATION, SLOPE)
     if HAS_RESIDUAL:
-        packed = (STARTS[len(WIDTHS)], 0, 0)
+        packed = (STARTS[len(STARTS) - 1], 0, 0)
         at = _offsets(pixel, unit, 1, 1, packed, UNIT)
         tl.store(dr + at, d.to(dr.dtype.element_ty), mask=inside)
     if HAS_SCALE:
@@ -251,9 +224,7 @@ def _launch(
     widths = tuple(p.shape[1] // unit for p in parts)
     starts = tuple(accumulate(widths, initial=0))
     pixels = N * P * Q
-    flat = is_flat([p.shape[1] * ITEMSIZE[p.dtype] for p in parts])
-    runs = widths if flat else starts[-1:]  # of a pixel, in units
-    programs = sum(-(-pixels * run // BLOCK_UNITS) for run in runs)
+    programs = -(-pixels * starts[-1] // BLOCK_UNITS)
     scalars = {
         "pixels": pixels,
         "part_strides": tuple((p.pixel_stride or 0) // unit for p in parts),
@@ -261,23 +232,14 @@ def _launch(
     }
     span = max(pixels * K, *(layout.span for layout in (*parts, y, residual)))
     constants = epilogue.constants | {
-        "WIDTHS": widths,
         "STARTS": starts,
         "UNIT": unit,
-        "FLAT": flat,
         "INT64": span >= MIN_ELEMENTS_FOR_INT64,
         "BLOCK": BLOCK_UNITS,
     }
+    if kernel is split:
+        constants["WIDTHS"] = widths
     return Launch(kernel, (programs, 1, 1), tensors, scalars, constants, WARPS)
-
-
-def is_flat(widths: Sequence[int]) -> bool:
-    """Returns whether programs are flat, each of one part, or take rows of all parts.
-
-    Args:
-        widths: Bytes of a pixel of each part that has channels.
-    """
-    return sum(widths) >= MIN_FLAT_PART_BYTES * len(widths)
 
 
 def _image_scalars(

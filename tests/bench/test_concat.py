@@ -66,11 +66,6 @@ def test_the_quick_cases_have_every_size_dtype_and_count_and_what_must_hold() ->
     )
 
 
-def test_cases_lie_on_both_sides_of_the_choice_of_a_form() -> None:
-    forms = {p: Case(p, 64, "bf16").form for p in SIZES}
-    assert forms == {2: "flat", 3: "flat", 4: "flat", 5: "rows", 8: "rows"}
-
-
 def row(
     megabytes: int, work: str, ratio: float = 3.0, of_copy: float = 0.9
 ) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""The two forms of the kernels that concatenate channels, and split them: flat, a part at a
-time, and rows of all parts. Which is chosen, and that each moves every number once.
+"""Launches of the kernels that concatenate channels, and split them: of wide and narrow
+parts, each number moves once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from hetconv import kernels
 from hetconv.kernels.epilogue import NO_EPILOGUE
 from hetconv.kernels.launch import Launch, StridedLayout
-from hetconv.kernels.triton.concat import concat_launch, is_flat, split_launch
+from hetconv.kernels.triton.concat import concat_launch, split_launch
 from hetconv.kernels.triton.pack import BLOCK_UNITS
 from tests.interpreter import DEVICE
 from tests.strategies import Join
@@ -21,10 +21,10 @@ from .test_concat import assert_right, called, drawn
 
 pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
 SIZES = {
-    "flat": (96, 160),
-    "flat, odd": (131, 0, 77),
-    "rows": (8, 16, 24, 32, 32, 40, 48, 56),
-    "rows, odd": (3, 0, 8, 1),
+    "wide": (96, 160),
+    "wide, odd": (131, 0, 77),
+    "narrow": (8, 16, 24, 32, 32, 40, 48, 56),
+    "narrow, odd": (3, 0, 8, 1),
 }
 LARGE = (2, 9, 13)  # takes several programs, of which the last is not full
 
@@ -40,41 +40,22 @@ def launch_of(
     return concat_launch(parts, y, NO_EPILOGUE)
 
 
-@pytest.mark.parametrize(
-    ("widths", "flat"),
-    [
-        ([128], True),
-        ([126], False),
-        ([192, 320], True),
-        ([16, 32, 48, 64, 64, 80, 96, 112], False),
-        ([16, 240], True),
-        ([16, 238], False),
-        ([96, 160, 256], True),
-    ],
-    ids=str,
-)
-def test_parts_of_128_bytes_on_average_are_flat(widths: list[int], flat: bool) -> None:
-    assert is_flat(widths) == flat
-
-
 @pytest.mark.parametrize("name", SIZES)
 def test_parts_without_channels_do_not_count(name: str) -> None:
-    launch = launch_of((0, *SIZES[name], 0, 0), LARGE)
-    assert launch.constants["FLAT"] == name.startswith("flat")
-    assert (
-        launch.constants["WIDTHS"] == launch_of(SIZES[name], LARGE).constants["WIDTHS"]
-    )
+    starts = [
+        launch_of(sizes, LARGE).constants["STARTS"]
+        for sizes in (SIZES[name], (0, *SIZES[name], 0, 0))
+    ]
+    assert starts[0] == starts[1]
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_no_program_is_empty(name: str) -> None:
-    """Programs of a part, or of all, are as many as its units fill."""
+    """They are as many as the units of the result fill."""
     launch = launch_of(SIZES[name], LARGE)
     N, P, Q = LARGE
-    widths = launch.constants["WIDTHS"]
-    runs = widths if launch.constants["FLAT"] else [sum(widths)]
-    blocks = [N * P * Q * run / BLOCK_UNITS for run in runs]
-    assert sum(blocks) <= launch.grid[0] < sum(blocks) + len(runs)
+    blocks = N * P * Q * launch.constants["STARTS"][-1] / BLOCK_UNITS
+    assert blocks <= launch.grid[0] < blocks + 1
     assert launch.grid[1:] == (1, 1)
 
 
@@ -92,14 +73,13 @@ def test_several_programs_are_right(
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 16])
 def test_up_to_16_parts_are_right(count: int, k: int) -> None:
     sizes = (k,) * count
-    assert launch_of(sizes, (1, 3, 5)).constants["FLAT"] == (k > 64)
     assert_right(drawn(Join((1, 3, 5), sizes, "float16", True, False, "relu")))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("K", "cut"), [(256, 128), (256, 101), (32, 8), (32, 5)])
 def test_every_pattern_of_bits_is_kept(K: int, cut: int, dtype: torch.dtype) -> None:
-    """NaN with any payload, denormals, -0; both ways, in both forms."""
+    """NaN with any payload, denormals, -0; both ways."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=DEVICE)
     whole = bits.view(dtype).view(1, 16, -1, K).permute(0, 3, 1, 2)
     parts = [

@@ -44,7 +44,7 @@ from bench.shared.prediction_errors import (
 from bench.shared.verdict import Demand
 from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.measure.paired_rounds import Round, Step, paired_rounds
-from hetconv.autotune.models.build import build_model, channels_last, random_input
+from hetconv.autotune.models.build import build_model, formatted, random_input
 from hetconv.autotune.models.inputs import InputSpec, ModelInputs, TensorSpec
 from hetconv.autotune.search.job import Job
 from hetconv.autotune.search.tune import tune
@@ -244,7 +244,7 @@ def measure(
         )
         profile = tune(job).profile
         model = build_model(case.model, case.arguments, 0).train(mode == "train")
-        model, x = channels_last(model, random_input(case.input, 0))
+        model, x = formatted(model, random_input(case.input, 0), "channels_last")
         with torch.set_grad_enabled(mode == "train"):
             graph = capture(model, x)
         plan = make_plan(graph, profile, mode=mode)

@@ -28,7 +28,7 @@ from bench.shared.step_profile import profiled
 from bench.shared.verdict import Demand, geomean
 from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.measure.paired_rounds import paired
-from hetconv.autotune.models.build import channels_last, random_input
+from hetconv.autotune.models.build import formatted, random_input
 from hetconv.autotune.models.inputs import ModelInputs
 from hetconv.autotune.search.race import step_of
 from hetconv.comm.rank_group import all_gather_object, no_payload, rank_group_of
@@ -221,7 +221,7 @@ def _steps(
         for what, images in (("plain", x), ("bound", half), ("split", x)):
             made, inputs = copy.deepcopy(model), images
             if suffix:
-                made, inputs = channels_last(made, inputs)
+                made, inputs = formatted(made, inputs, "channels_last")
             if what == "split":
                 made = parallelize(made, plan)
             step = step_of(made, ModelInputs.of(inputs), mode)

@@ -23,7 +23,7 @@ from bench.shared.machine import commit, now, save, software
 from bench.shared.verdict import Demand
 from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.measure.paired_rounds import paired
-from hetconv.autotune.models.build import channels_last, random_input
+from hetconv.autotune.models.build import formatted, random_input
 from hetconv.autotune.models.inputs import ModelInputs
 from hetconv.autotune.search.race import step_of
 from hetconv.comm.rank_group import rank_group_of
@@ -261,7 +261,7 @@ def _steps(model: nn.Module, mode: Mode, memory: str) -> dict[str, Callable[[], 
     for where, images in (("half", half), ("part", x)):
         made, inputs = copy.deepcopy(model), images
         if memory == "channels last":
-            made, inputs = channels_last(made, inputs)
+            made, inputs = formatted(made, inputs, "channels_last")
         if where == "part":
             made = parallelize(made, plan.with_splits(splits))
         found[where] = step_of(made, ModelInputs.of(inputs), mode)

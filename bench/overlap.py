@@ -28,10 +28,11 @@ from bench.shared.models import Stack, stack
 from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.measure.overlap import gathering
 from hetconv.autotune.measure.paired_rounds import paired
-from hetconv.autotune.models.build import channels_last, random_input
+from hetconv.autotune.models.build import formatted, random_input
 from hetconv.autotune.models.inputs import ModelInputs
 from hetconv.autotune.search.race import step_of
 from hetconv.comm.rank_group import blocking, rank_group_of, through_backend
+from hetconv.kernels import fastest_format
 from hetconv.nn.parallelize import parallelize
 from hetconv.planner.make_plan import make_plan
 from hetconv.planner.partition import whole_model
@@ -187,9 +188,10 @@ def _every_way(
     and carried by the backend.
     """
     torch.manual_seed(0)
-    model, x = channels_last(
+    model, x = formatted(
         stack(case.blocks, case.channels),
         random_input((samples, 3, case.size, case.size), 0),
+        fastest_format(device),
     )
     model, x = model.to(device).train(mode == "train"), x.to(device)
     graph = capture(model, x)
@@ -219,9 +221,12 @@ def chunks(
 ) -> list[dict[str, Any]]:
     split = Split("filter", apportion(case.filters, tuple(weights), 16))
     spec = replace(case.spec, dtype="float32" if device.type == "cpu" else "float16")
-    steps: dict[str, Callable[[], Any]] = {"1": gathering(spec, split, device, 1)}
+    memory_format = fastest_format(device)
+    steps: dict[str, Callable[[], Any]] = {
+        "1": gathering(spec, split, device, 1, memory_format)
+    }
     for n in CHUNKS:
-        steps[str(n)] = gathering(spec, split, device, n)
+        steps[str(n)] = gathering(spec, split, device, n, memory_format)
         steps[f"{n} in turn"] = within(blocking, steps[str(n)])
     times = paired(steps, rounds, device)
     one = times["1"]

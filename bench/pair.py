@@ -26,7 +26,7 @@ from bench.shared.models import Stack, stack
 from bench.shared.selection import whole_number
 from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.measure.paired_rounds import paired
-from hetconv.autotune.models.build import channels_last, random_input
+from hetconv.autotune.models.build import formatted, random_input
 from hetconv.autotune.models.inputs import InputSpec, ModelInputs, TensorSpec
 from hetconv.autotune.search.job import Job
 from hetconv.autotune.search.race import step_of
@@ -179,7 +179,7 @@ def _steps(
         stack(case.blocks, case.channels),
         random_input((1, 3, case.size, case.size), 0),
     )
-    plain, x_NHWC = channels_last(copy.deepcopy(nchw), x)
+    plain, x_NHWC = formatted(copy.deepcopy(nchw), x, "channels_last")
     graph = capture(plain, x)
     anywhere = ClusterProfile.from_devices(
         ["cpu"] * group.size, link="host"

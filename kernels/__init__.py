@@ -28,7 +28,13 @@ else:
         route,
         set_backend,
     )
-    from .memory_formats import CHANNELS_LAST, is_channels_last
+    from .memory_formats import (
+        CHANNELS_LAST,
+        fastest_format,
+        in_format,
+        is_channels_last,
+        is_narrow_cpu,
+    )
     from .packing import pack, unpack
     from .tiles import Tile
 
@@ -47,7 +53,10 @@ __all__ = [
     "conv_backward",
     "conv_forward",
     "epilogue_in_place",
+    "fastest_format",
+    "in_format",
     "is_channels_last",
+    "is_narrow_cpu",
     "only_aten",
     "pack",
     "route",

@@ -16,7 +16,7 @@ from torch import Tensor
 from hetconv.sharding.conv_spec import ConvGeometry, Ints, Padding
 
 from .epilogue import Epilogue
-from .memory_formats import is_channels_last
+from .memory_formats import is_channels_last, is_narrow_cpu
 
 Wanted = tuple[bool, bool, bool]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -158,13 +158,12 @@ def is_slow_channels_last(x: Tensor, w: Tensor, groups: int) -> bool:
         groups: Groups of the convolution.
     """
     return (
-        x.device.type == "cpu"
+        is_narrow_cpu(x.device)
         and x.dtype == torch.float32
         and groups == 1
         and w.dim() == 4
         and max(w.shape[2:]) > 1
         and is_channels_last(x)
-        and torch.backends.cpu.get_cpu_capability() == "AVX2"
     )
 
 

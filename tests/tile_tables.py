@@ -62,8 +62,7 @@ class Table:
 
 def load() -> list[Table]:
     """The passes of which many tiles were measured."""
-    of_h100, *_ = MEASURED
-    rows = json.loads(of_h100.read_text(encoding="utf-8"))["rows"]
+    rows = json.loads(MEASURED.read_text(encoding="utf-8"))["rows"]
     return [_table(row) for row in rows if len(row["tiles"]) >= MIN_TILES]
 
 

@@ -82,7 +82,7 @@ def _differs(measured: MeasurementConditions, now: MeasurementConditions) -> lis
         return ["versions that the file does not tell"]
     return [
         f"{what} {was} (now {is_})"
-        for what in ("torch", "triton", "driver", "memory_format")
+        for what in ("torch", "triton", "driver")
         if (was := getattr(measured, what))
         and (is_ := getattr(now, what))
         and was != is_

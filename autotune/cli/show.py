@@ -22,6 +22,7 @@ from hetconv.autotune.report.text import (
     REPLICATED,
     alternative_cells,
     chosen_of,
+    format_text,
     gather_cells,
     gigabytes,
     megabytes,
@@ -62,6 +63,8 @@ def show_plan(plan: Plan, console: Console) -> None:
         f"{' '.join(map(shape_text, plan.inputs))}"
     )
     console.print(f"devices  {'   '.join(marks)}{f'   ({ESTIMATED})' * plan.estimated}")
+    if not plan.estimated:
+        console.print(f"memory format  {format_text(plan.memory_format)}")
     table = Table(
         Column("layer", overflow="fold"),
         "kind",

@@ -11,6 +11,7 @@ from rich.table import Table
 from hetconv.autotune.report.contents import Tuning
 from hetconv.autotune.report.page import write_report
 from hetconv.autotune.report.step_times import WAY_HEADS, Summary, summarize, way_cells
+from hetconv.autotune.report.text import format_text
 from hetconv.autotune.search.job import Job
 from hetconv.autotune.search.record import Record
 from hetconv.planner.make_plan import make_plan
@@ -86,6 +87,7 @@ def show_summary(summary: Summary, console: Console) -> None:
         console.print(
             f"layers: {cut or 'none is cut'}; work: {shares}; {tried}", highlight=False
         )
+    console.print(f"memory format: {format_text(s.memory_format)}", highlight=False)
     console.print(_table(s))
     for warning in s.warnings:
         console.print(f"warning: {warning}", style="yellow", highlight=False)

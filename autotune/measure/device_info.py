@@ -13,13 +13,22 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from hetconv.schemas.provenance import MeasurementConditions
+from hetconv.sharding.conv_spec import MemoryFormat
 
 NVIDIA_SMI_TIMEOUT_S = 10.0
 
 
-def conditions(device: torch.device) -> MeasurementConditions:
-    """Returns the conditions of a measurement on ``device`` now."""
-    return in_use() if device.type == "cuda" else replace(in_use(), driver="")
+def conditions(
+    device: torch.device, memory_format: MemoryFormat = "channels_last"
+) -> MeasurementConditions:
+    """Returns the conditions of a measurement now.
+
+    Args:
+        device: where something is measured.
+        memory_format: of images and filters.
+    """
+    now = replace(in_use(), memory_format=memory_format)
+    return now if device.type == "cuda" else replace(now, driver="")
 
 
 def in_use() -> MeasurementConditions:

@@ -15,6 +15,7 @@ from hetconv.cost.operator_cost import arithmetic
 from hetconv.runtime.rank_devices import device_identity
 from hetconv.runtime.throttle import DeviceName
 from hetconv.schemas.device_model import Curve, DeviceModel, LinkModel, OperatorModel
+from hetconv.sharding.conv_spec import MemoryFormat
 
 from .device_info import conditions, memory_bytes
 from .layer_workloads import LayerWorkload, Workload, forward_flops
@@ -168,6 +169,7 @@ def device_model(
     samples: Samples,
     workloads: Sequence[Workload],
     bytes_per_s: float,
+    memory_format: MemoryFormat = "channels_last",
 ) -> DeviceModel:
     """Fits the model of this rank's device; the roofline to the whole layers.
 
@@ -177,6 +179,7 @@ def device_model(
         samples: passes by workload; of some there may be none.
         workloads: all workloads of the model.
         bytes_per_s: of an elementwise operator on a large tensor.
+        memory_format: of images and filters in the samples.
     """
     kind: Any = device.type
     timed = [workload for workload in workloads if samples.get(workload.key)]
@@ -212,7 +215,7 @@ def device_model(
         },
         others={w.key: models[w.key] for w in others},
         identity=device_identity(device, name.speed),
-        measured=conditions(device),
+        measured=conditions(device, memory_format),
     )
 
 

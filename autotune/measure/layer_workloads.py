@@ -18,7 +18,7 @@ from hetconv.cost.operator_cost import kind_of, operator_key
 from hetconv.planner.partition import extent_of, granularity
 from hetconv.runtime.throttle import throttled
 from hetconv.schemas.device_model import Axis
-from hetconv.sharding.conv_spec import ConvSpec
+from hetconv.sharding.conv_spec import ConvSpec, MemoryFormat
 from hetconv.sharding.layer_rules import Conv, Linear
 from hetconv.sharding.split import SplitKind
 from hetconv.tracing.graph import Graph
@@ -43,6 +43,7 @@ class LayerWorkload:
         between: bytes that a step reads and writes until it runs the layer again.
         count: how many layers of the model are like this one.
         cut: rows, filters or channels of which plans cut whole multiples.
+        memory_format: of its tensors.
     """
 
     op: Conv | Linear
@@ -52,6 +53,7 @@ class LayerWorkload:
     between: int = 0
     count: int = 1
     cut: int = 1
+    memory_format: MemoryFormat = "channels_last"
 
     @property
     def key(self) -> str:
@@ -198,10 +200,10 @@ class LayerWorkload:
         The pairs exceed the caches if the data of a step does: a layer finds there what the one
         before it wrote, and nothing of its own last step.
         """
-        memory = kernels.CHANNELS_LAST.get(len(x_shape), torch.contiguous_format)
         x, w, dy = (
-            torch.randn(n, dtype=getattr(torch, dtype), device=device).to(
-                memory_format=memory
+            kernels.in_format(
+                torch.randn(n, dtype=getattr(torch, dtype), device=device),
+                self.memory_format,
             )
             for n in (x_shape, w_shape, y_shape)
         )
@@ -239,7 +241,11 @@ def forward_flops(op: Conv | Linear) -> float:
     return float(2 * prod(op.x_shape) * op.features)
 
 
-def workloads_of(graph: Graph, world: int) -> list[Workload]:
+def workloads_of(
+    graph: Graph,
+    world: int,
+    memory_format: MemoryFormat = "channels_last",
+) -> list[Workload]:
     """Lists all there is to time of a model, in the same order on every rank.
 
     Equal layers are one. The largest come first, then everything beside layers, and the
@@ -248,6 +254,7 @@ def workloads_of(graph: Graph, world: int) -> list[Workload]:
     Args:
         graph: the model.
         world: number of ranks, which decides where plans cut.
+        memory_format: of the model and its inputs.
     """
     layers = Counter[tuple[Conv | Linear, str]]()
     others = Counter[tuple[str, str]]()
@@ -275,11 +282,13 @@ def workloads_of(graph: Graph, world: int) -> list[Workload]:
                 between=between,
                 count=layers[op, dtype],
                 cut=_cut(op, axis, world),
+                memory_format=memory_format,
             )
             found.append(layer)
     beside_layers: list[Workload] = [DispatchOverhead(layers.total())]
     for (kind, dtype), count in others.items():
-        beside_layers.append(NonLayerOperator(kind, dtype, between, count))
+        other = NonLayerOperator(kind, dtype, between, count, memory_format)
+        beside_layers.append(other)
     return [*found[:3], *beside_layers, *found[3:]]
 
 
@@ -288,8 +297,7 @@ def kernel_grain(device: torch.device) -> int:
 
     On a CPU these are as many as a vector of the processor holds.
     """
-    narrow = torch.backends.cpu.get_cpu_capability() == "AVX2"
-    return 8 if device.type == "cpu" and narrow else 16
+    return 8 if kernels.is_narrow_cpu(device) else 16
 
 
 def axes_of(op: Conv | Linear) -> tuple[Axis, ...]:

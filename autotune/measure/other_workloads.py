@@ -20,7 +20,7 @@ from hetconv.comm.rank_group import RankGroup, rank_group_of
 from hetconv.ops.conv import conv_case, convolution
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.runtime.throttle import throttled
-from hetconv.sharding.conv_spec import ConvSpec
+from hetconv.sharding.conv_spec import ConvSpec, MemoryFormat
 from hetconv.sharding.layer_rules import Conv
 from hetconv.sharding.layout import Layout
 from hetconv.sharding.split import Split
@@ -52,12 +52,14 @@ class NonLayerOperator:
         dtype: of its input and result.
         between: bytes that a step reads and writes until it runs again.
         count: how many of them a model has.
+        memory_format: of its images.
     """
 
     kind: str
     dtype: str
     between: int = 0
     count: int = 1
+    memory_format: MemoryFormat = "channels_last"
 
     @property
     def key(self) -> str:
@@ -98,7 +100,7 @@ class NonLayerOperator:
         """
         dtype = getattr(torch, self.dtype)
         x = torch.randn((1, CHANNELS, side, side), dtype=dtype, device=device)
-        x = x.to(memory_format=torch.channels_last).requires_grad_()
+        x = kernels.in_format(x, self.memory_format).requires_grad_()
         weight, bias, mean, var = (
             torch.ones(CHANNELS, dtype=dtype, device=device) for _ in range(4)
         )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetconv.autotune.launch.progress import Reporter
-from hetconv.autotune.models.build import channels_last, random_input
+from hetconv.autotune.models.build import formatted, random_input
 from hetconv.comm.rank_group import blocking, rank_group_of
 from hetconv.comm.redistribute import start_exchange
 from hetconv.cost.network import Network
@@ -30,7 +30,7 @@ from hetconv.runtime.het_tensor import HetTensor
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import LayerPlan, Mode, Plan
 from hetconv.schemas.tuning_results import TunedChunks
-from hetconv.sharding.conv_spec import ConvSpec
+from hetconv.sharding.conv_spec import ConvSpec, MemoryFormat
 from hetconv.sharding.layer_rules import Conv
 from hetconv.sharding.layout import Layout, apportion
 from hetconv.sharding.split import SPATIAL_KINDS, Split
@@ -208,14 +208,16 @@ def tune_chunks(
                 "--budget would allow more"
             )
             break
-        best = best_chunks(spec, split, device)
+        best = best_chunks(spec, split, device, plan.memory_format)
         found.append(best)
         shape, gain = "x".join(map(str, spec.x_shape)), best.unchunked_s / best.seconds
         say.advance(f"{shape} by {spec.K}: {best.chunks}, {gain:.2f}x of one piece")
     return tuple(found)
 
 
-def best_chunks(spec: ConvSpec, split: Split, device: torch.device) -> TunedChunks:
+def best_chunks(
+    spec: ConvSpec, split: Split, device: torch.device, memory_format: MemoryFormat
+) -> TunedChunks:
     """Finds in how many chunks a convolution is best gathered. Collective.
 
     More than one only if the bits are the same and they were faster twice: among all,
@@ -225,9 +227,10 @@ def best_chunks(spec: ConvSpec, split: Split, device: torch.device) -> TunedChun
         spec: the convolution.
         split: by filters.
         device: the device of this rank.
+        memory_format: of the convolution and its input.
     """
     counts = (1, *(n for n in CHUNKS if n <= spec.N))
-    steps = {n: gathering(spec, split, device, n) for n in counts}
+    steps = {n: gathering(spec, split, device, n, memory_format) for n in counts}
     whole = steps[1]()
     exact = {str(n): step for n, step in steps.items() if step().equal(whole)}
     ratios = _ratios(paired(exact, ROUNDS, device))
@@ -249,7 +252,11 @@ def _ratios(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def gathering(
-    spec: ConvSpec, split: Split, device: torch.device, chunks: int
+    spec: ConvSpec,
+    split: Split,
+    device: torch.device,
+    chunks: int,
+    memory_format: MemoryFormat,
 ) -> Callable[[], Tensor]:
     """Makes an inference of one convolution, to be run on all ranks.
 
@@ -258,6 +265,7 @@ def gathering(
         split: by filters.
         device: the device of this rank.
         chunks: of the batch, in which the output is gathered.
+        memory_format: of the convolution and its input.
     """
     symmetric = all(before == after for before, after in spec.padding)
     padding = tuple(before for before, _ in spec.padding) if symmetric else "same"
@@ -268,7 +276,7 @@ def gathering(
         plain.weight.copy_(random_input(spec.w_shape, 1))
     dtype = getattr(torch, spec.dtype)
     x = random_input(spec.x_shape, 0).to(device, dtype)
-    conv, x = channels_last(plain.to(device, dtype), x)
+    conv, x = formatted(plain.to(device, dtype), x, memory_format)
     layers = {"": LayerPlan(Conv(spec), split, chunks=chunks)}
     devices = (device.type,) * dist.get_world_size()
     plan = Plan(devices, "infer", "a convolution", (spec.x_shape,), layers, "by hand")

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from hetconv.containers import map_tensors, tensors_in
 from hetconv.errors import HetConvError
-from hetconv.kernels import CHANNELS_LAST
+from hetconv.kernels import CHANNELS_LAST, in_format
+from hetconv.sharding.conv_spec import MemoryFormat
 from hetconv.tracing.graph import Graph
 from hetconv.tracing.tracer import capture
 
@@ -97,22 +98,19 @@ def has_images(inputs: Any) -> bool:
     return any(x.dim() in CHANNELS_LAST for x in tensors_in(inputs))
 
 
-def channels_last(model: nn.Module, inputs: T) -> tuple[nn.Module, T]:
-    """Brings a model and its inputs to the memory format that convolutions are fastest in.
+def formatted(
+    model: nn.Module, inputs: T, memory_format: MemoryFormat
+) -> tuple[nn.Module, T]:
+    """Brings a model, in place, and its inputs to a memory format.
 
     Both stay as they are where no input is an image.
     """
     if not has_images(inputs):
         return model, inputs
     for parameter in (*model.parameters(), *model.buffers()):
-        parameter.data = _channels_last(parameter.data)
-    formatted: T = map_tensors(_channels_last, inputs)
-    return model, formatted
-
-
-def _channels_last(x: Tensor) -> Tensor:
-    memory = CHANNELS_LAST.get(x.dim())
-    return x if memory is None else x.contiguous(memory_format=memory)
+        parameter.data = in_format(parameter.data, memory_format)
+    images: T = map_tensors(lambda x: in_format(x, memory_format), inputs)
+    return model, images
 
 
 def random_input(shape: tuple[int, ...], seed: int) -> Tensor:

@@ -14,6 +14,7 @@ from hetconv.planner.partition import Splits
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import SINGLE_DEVICE, Mode
 from hetconv.schemas.tuning_results import TunedPlan, TunedRatio
+from hetconv.sharding.conv_spec import MemoryFormat
 from hetconv.tracing.graph import Graph
 
 from .profile_text import disturbance
@@ -64,6 +65,7 @@ class Summary:
         ratio: the tuned ratio, if one was searched.
         trials: number of plans that were measured.
         warnings: why times or plans may be wrong.
+        memory_format: in which the model was measured.
     """
 
     model: str
@@ -77,6 +79,7 @@ class Summary:
     ratio: TunedRatio | None
     trials: int | None
     warnings: tuple[str, ...] = ()
+    memory_format: MemoryFormat = "channels_last"
 
     @property
     def ways(self) -> tuple[tuple[str, Way], ...]:
@@ -91,6 +94,7 @@ class Summary:
             "model": self.model,
             "mode": self.mode,
             "devices": self.devices,
+            "memory_format": self.memory_format,
             **{
                 name: asdict(way) if way is not None else None
                 for name, way in ways.items()
@@ -158,6 +162,7 @@ def summarize(graph: Graph, profile: ClusterProfile, mode: Mode) -> Summary:
         ratio,
         best.trials if best is not None else None,
         tuple(_warnings(profile, tuned)),
+        profile.memory_format,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hetconv.schemas.plan import Alternative, GatheredOp, LayerPlan, Plan
+from hetconv.sharding.conv_spec import MemoryFormat
 from hetconv.sharding.layout import spans
 from hetconv.sharding.split import Split, ratio_text
 
@@ -53,6 +54,11 @@ def milliseconds(seconds: float | None, decimals: int = 2) -> str:
 def megabytes(size: float) -> str:
     """Returns bytes as megabytes in text."""
     return f"{size / 1e6:.2f}"
+
+
+def format_text(memory_format: MemoryFormat) -> str:
+    """Returns in which memory format a model should run."""
+    return f"torch.{memory_format}, in which devices were measured and the model should run"
 
 
 def gigabytes(size: float) -> str:

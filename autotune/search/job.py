@@ -15,14 +15,17 @@ from torch import nn
 from hetconv.autotune.launch.progress import Reporter
 from hetconv.autotune.measure import timer
 from hetconv.autotune.measure.device_info import conditions
-from hetconv.autotune.models.build import build_model, channels_last, trace_model
+from hetconv.autotune.models.build import build_model, formatted, trace_model
 from hetconv.autotune.models.inputs import InputSpec, ModelInputs
-from hetconv.comm.rank_group import rank_group_of
+from hetconv.comm.rank_group import RankGroup, all_gather_object, rank_group_of
 from hetconv.errors import HetConvError
+from hetconv.kernels import fastest_format
 from hetconv.runtime.throttle import DeviceName
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.json_files import adapter
 from hetconv.schemas.plan import Mode
+from hetconv.schemas.provenance import MeasurementConditions
+from hetconv.sharding.conv_spec import MemoryFormat
 from hetconv.tracing.graph import Graph
 
 from .journal import Store, claimed
@@ -98,7 +101,8 @@ class Run:
         inputs = job.inputs.make(job.seed).to(self.device)
         self.model: nn.Module
         self.inputs: ModelInputs
-        self.model, self.inputs = channels_last(model, inputs)
+        self.memory_format = _agreed_format(self.group, self.device)
+        self.model, self.inputs = formatted(model, inputs, self.memory_format)
         self.graph: Graph = trace_model(self.model, self.inputs, training)
         timeout_s = max(MIN_TIMEOUT_S, job.budget / 4)
         self.on_gpu = any(torch.device(d.device).type == "cuda" for d in job.devices)
@@ -117,8 +121,13 @@ class Run:
         if refusal is not None:
             raise HetConvError(refusal)
 
+    @property
+    def conditions(self) -> MeasurementConditions:
+        """The conditions of a measurement of this rank now."""
+        return conditions(self.device, self.memory_format)
+
     def _open_store(self, stack: ExitStack) -> Store:
-        job, now = self.job, conditions(self.device)
+        job, now = self.job, self.conditions
         asked = {
             "model": " ".join(filter(None, (job.model, job.model_args, job.dtype))),
             "graph": self.graph.digest,
@@ -126,6 +135,7 @@ class Run:
             "mode": job.mode,
             "devices": [str(d) for d in job.devices],
             "seed": job.seed,
+            "memory format": self.memory_format,
             "torch": now.torch,
             "triton": now.triton,
         }
@@ -207,6 +217,12 @@ class Run:
             self.race.follow()
         shared: T = timer.broadcast_object(result)
         return shared
+
+
+def _agreed_format(group: RankGroup, device: torch.device) -> MemoryFormat:
+    """Returns the memory format that is fastest on all ranks, or channels-last."""
+    fastest = set(all_gather_object(group, fastest_format(device)))
+    return fastest.pop() if len(fastest) == 1 else "channels_last"
 
 
 def part_of(run: Run, part: float) -> float:

@@ -14,7 +14,6 @@ from statistics import median
 from typing import NamedTuple
 
 from hetconv.autotune.measure.calibrate import Observation, calibrate
-from hetconv.autotune.measure.device_info import conditions
 from hetconv.autotune.measure.paired_rounds import MIN_ROUNDS, LogRatio
 from hetconv.cost.estimator import StepEstimator
 from hetconv.planner.candidates import Candidates, tuned_name
@@ -370,7 +369,7 @@ class PlanSearch:
             trials=sum(timing.ratio is not None for _, timing in self.timed),
             alone=reference.contender.name if alone else None,
             alone_s=seconds[REFERENCE] if alone else None,
-            measured=conditions(run.device),
+            measured=run.conditions,
             even=even.name if even is not None and even_s is not None else None,
             even_s=even_s,
         )

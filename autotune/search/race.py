@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from math import inf
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,14 +31,15 @@ from hetconv.autotune.measure.paired_rounds import (
     time_rounds,
     time_step,
 )
-from hetconv.autotune.models.build import channels_last, has_images
+from hetconv.autotune.models.build import formatted, has_images
 from hetconv.autotune.models.inputs import ModelInputs
 from hetconv.comm.rank_group import RankGroup, all_gather_object, destroy, rank_group_of
-from hetconv.containers import map_tensors, tensors_in
+from hetconv.containers import tensors_in
 from hetconv.nn.parallelize import parallelize
 from hetconv.runtime import throttle
 from hetconv.runtime.throttle import Computation, throttled
 from hetconv.schemas.plan import Mode, Plan
+from hetconv.sharding.conv_spec import MemoryFormat
 
 # Names of the two variants of a request that may be given up.
 CANDIDATE, REFERENCE = "candidate", "reference"
@@ -60,7 +61,7 @@ class PlainModel:
     """The unsplit model on one rank's device, in one memory format; the others wait."""
 
     rank: int
-    memory_format: Literal["channels_last", "contiguous"]
+    memory_format: MemoryFormat
 
 
 Variant = Plan | PlainModel
@@ -191,7 +192,7 @@ def step_of(model: nn.Module, inputs: ModelInputs, mode: Mode) -> Callable[[], N
 
 def plain_variants(rank: int, inputs: ModelInputs) -> tuple[PlainModel, ...]:
     """Lists the memory formats in which a plain model may run on a rank's device."""
-    contiguous = PlainModel(rank, "contiguous")
+    contiguous = PlainModel(rank, "contiguous_format")
     if not has_images(inputs):
         return (contiguous,)
     return contiguous, PlainModel(rank, "channels_last")
@@ -209,11 +210,7 @@ def plain_step(
         mode: what a step is.
     """
     model = copy.deepcopy(model)
-    if variant.memory_format == "channels_last":
-        model, inputs = channels_last(model, inputs)
-    else:
-        model = model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-        inputs = map_tensors(torch.Tensor.contiguous, inputs)
+    model, inputs = formatted(model, inputs, variant.memory_format)
     step, device = step_of(model, inputs, mode), device_of(model)
     return lambda: throttled(step, device)
 

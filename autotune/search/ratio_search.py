@@ -12,7 +12,6 @@ import optuna
 from optuna.samplers import GPSampler
 from optuna.trial import FrozenTrial, TrialState
 
-from hetconv.autotune.measure.device_info import conditions
 from hetconv.autotune.measure.paired_rounds import LogRatio
 from hetconv.planner.partition import Splits, whole_model
 from hetconv.schemas.plan import Plan
@@ -100,7 +99,7 @@ class RatioSearch:
             self.computed,
             computed_s,
             trials,
-            conditions(run.device),
+            run.conditions,
         )
 
     def time(self, weights: Weights, give_up_above: float | None = None) -> LogRatio:

@@ -9,7 +9,6 @@ import copy
 from dataclasses import replace
 
 from hetconv.autotune.measure import pace, timer
-from hetconv.autotune.measure.device_info import conditions
 from hetconv.autotune.measure.fit import device_model
 from hetconv.autotune.measure.layer_workloads import workloads_of
 from hetconv.autotune.measure.links import link_models, with_contention
@@ -42,7 +41,7 @@ def operators(run: Run) -> ClusterProfile:
         The first profile.
     """
     checks = PaceChecks(run.group, run.device)
-    workloads = workloads_of(run.graph, run.group.size)
+    workloads = workloads_of(run.graph, run.group.size, run.memory_format)
     measuring = OperatorSamples(run, workloads, checks)
     measuring.measure()
     measuring.measure_disturbed()
@@ -54,7 +53,8 @@ def operators(run: Run) -> ClusterProfile:
             "allow more"
         )
     bandwidth = timer.copy_bandwidth(run.device)
-    mine = device_model(run.name, run.device, samples, workloads, bandwidth)
+    measured = samples, workloads, bandwidth, run.memory_format
+    mine = device_model(run.name, run.device, *measured)
     devices = tuple(all_gather_object(run.group, mine))
     before = len(checks)
     profile = _with_links(run, devices, checks)
@@ -104,7 +104,7 @@ def chunks(run: Run, profile: ClusterProfile) -> ClusterProfile:
     )
     return replace(
         profile,
-        chunks=tuple(replace(c, measured=conditions(run.device)) for c in found),
+        chunks=tuple(replace(c, measured=run.conditions) for c in found),
     )
 
 

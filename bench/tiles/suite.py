@@ -21,9 +21,7 @@ from .fit import Data, Models, fitted
 from .measured import MeasuredPass, load, summary
 from .study import candidates, row, studied
 
-MEASURED = [
-    RESULTS / gpu / "tiles.json" for gpu in ("nvidia-h100-80gb-hbm3", "nvidia-h200")
-]
+MEASURED = RESULTS / "nvidia-h100-80gb-hbm3" / "tiles.json"
 HALVES = 3  # random halves of the passes that are fitted alone
 
 
@@ -33,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         nargs="*",
-        help="fit the constants to these result files (default: the committed ones); needs no "
+        help="fit the constants to these result files (default: that of an H100); needs no "
         "GPU",
     )
     parser.add_argument(
@@ -59,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
     if args.fit is None:
         document = measured_document(args)
     else:
-        document = fit_document([p for f in args.fit or MEASURED for p in load(f)])
+        document = fit_document([p for f in args.fit or [MEASURED] for p in load(f)])
     if args.output is not None:
         save(args.output, document)
     print(json.dumps(document))

@@ -99,6 +99,7 @@ def make_plan(
         profile.tiles,
         gathers(graph, splits, profile.world, mode),
         Timeline.of(events),
+        profile.memory_format,
     )
 
 

@@ -8,7 +8,7 @@ from itertools import chain, combinations, permutations
 from pathlib import Path
 
 from hetconv.errors import ProfileError
-from hetconv.sharding.conv_spec import ConvSpec
+from hetconv.sharding.conv_spec import ConvSpec, MemoryFormat
 
 from . import json_files
 from .catalog import find_device, find_link, parse_nodes
@@ -119,6 +119,12 @@ class ClusterProfile:
     def names(self) -> tuple[str, ...]:
         """Names of the devices."""
         return tuple(d.name for d in self.devices)
+
+    @property
+    def memory_format(self) -> MemoryFormat:
+        """Memory format of images and filters in which the devices were measured."""
+        known = (d.measured.memory_format for d in self.devices if d.measured)
+        return next(known, "channels_last")
 
     def link(self, a: int, b: int) -> LinkModel:
         """From a to b."""

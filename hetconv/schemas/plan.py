@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from hetconv.errors import PlanError, few
+from hetconv.sharding.conv_spec import MemoryFormat
 from hetconv.sharding.layer_rules import Conv, Linear
 from hetconv.sharding.split import Split
 
@@ -160,6 +161,8 @@ class Plan:
             that send most first.
         timeline: Simulated step, if the planner made the plan. Where whole steps of the
             plan were measured, ``predicted.step_s`` is what they took instead.
+        memory_format: Memory format of images and filters in which devices were measured
+            and the model should run, by its name in torch.
     """
 
     devices: tuple[str, ...]
@@ -174,6 +177,7 @@ class Plan:
     tiles: tuple[TunedTile, ...] = ()
     gathers: tuple[GatheredOp, ...] = ()
     timeline: Timeline | None = None
+    memory_format: MemoryFormat = "channels_last"
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from hetconv.sharding.conv_spec import MemoryFormat
+
 from .json_files import STRICT
 
 
@@ -59,14 +61,14 @@ class MeasurementConditions:
         torch: Version of PyTorch.
         triton: Version of Triton.
         driver: Version of the GPU driver.
-        memory_format: Memory format of the tensors.
+        memory_format: Memory format of images and filters.
     """
 
     at: Annotated[str, Field(pattern=r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ)?$")]
     torch: str
     triton: str = ""
     driver: str = ""
-    memory_format: str = "channels_last"
+    memory_format: MemoryFormat = "channels_last"
     __pydantic_config__ = STRICT
 
     def __str__(self) -> str:

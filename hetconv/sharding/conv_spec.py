@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from hetconv.errors import HetConvError
 
 Span = tuple[int, int]
+MemoryFormat = Literal["channels_last", "contiguous_format"]
+"""How images and filters lie in memory, by the names in torch."""
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.autotune.models.build import channels_last
+from hetconv.autotune.models.build import formatted
 from hetconv.autotune.models.inputs import (
     DTYPES,
     InputSpec,
@@ -20,6 +20,7 @@ from hetconv.autotune.models.inputs import (
     parse_shape,
 )
 from hetconv.autotune.search.race import PlainModel, plain_step, step_of
+from hetconv.sharding.conv_spec import MemoryFormat
 
 from .test_commands import PAIR, hetconv_command
 
@@ -248,14 +249,14 @@ def test_what_a_callable_makes_is_the_same_each_time() -> None:
 
 def test_steps_take_all_arguments_in_the_memory_format_of_images() -> None:
     inputs = InputSpec.parse([IMAGE, "1:int64", "scale=1x8x1x1"], None).make(0)
-    model, last = channels_last(Timed(), inputs)
+    model, last = formatted(Timed(), inputs, "channels_last")
     assert last.args[0].is_contiguous(memory_format=torch.channels_last)
     assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(last.args[1], inputs.args[1])
     assert last.args[1].dtype == torch.int64
     step_of(model, last, "train")()
     assert all(p.grad is not None for p in model.parameters())
-    for layout in ("contiguous", "channels_last"):
+    for layout in get_args(MemoryFormat):
         plain_step(PlainModel(0, layout), model, last, "infer")()
 
 
@@ -266,7 +267,7 @@ def test_images_beside_volumes_have_a_format_each() -> None:
             self.flat, self.deep = nn.Conv2d(2, 4, 3), nn.Conv3d(2, 4, 3)
 
     inputs = ModelInputs.of(torch.ones(1, 2, 4, 4), volume=torch.ones(1, 2, 4, 4, 4))
-    model, last = channels_last(Both(), inputs)
+    model, last = formatted(Both(), inputs, "channels_last")
     formats = (torch.channels_last, torch.channels_last_3d)
     for format_, tensors in zip(
         formats,

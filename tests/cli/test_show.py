@@ -105,7 +105,7 @@ def test_a_measured_step_is_told_beside_the_predicted_one() -> None:
     computes = Spans(devices=(0,), operators=(0,), start_ns=(0,), duration_ns=(10**9,))
     predicted = replace(plan(), timeline=Timeline(forward=("one",), computes=computes))
     text = said(lambda console: show_plan(predicted, console))
-    assert "measured" not in text
+    assert "measured step" not in text
     assert "predicted step 1000.00 ms, of which busy" in text
     assert plan().predicted is not None
     timed = replace(

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import pytest
 
+from bench.shared.machine import RESULTS
 from bench.tiles import fit
-from bench.tiles.measured import load, summary
+from bench.tiles.measured import MeasuredPass, load, summary
 from bench.tiles.suite import MEASURED
 from hetconv.kernels.chip import CHIPS
 from hetconv.kernels.tiles import Pass, default_tile
 from hetconv.kernels.tiles.fitted_models import FORWARD, WEIGHT_GRADIENT
 
-MEASURED_BY = {file.parent.name: load(file) for file in MEASURED}
-H100, PASSES = CHIPS[90], MEASURED_BY["nvidia-h100-80gb-hbm3"]
+H100, PASSES = CHIPS[90], load(MEASURED)
+HELD_OUT = load(RESULTS / "nvidia-h200" / "tiles.json")
 
 
 @pytest.mark.parametrize("what", ["forward", "input gradient", "weight gradient"])
-@pytest.mark.parametrize("gpu", MEASURED_BY)
-def test_the_tile_that_is_predicted_fastest_is_fast(gpu: str, what: Pass) -> None:
-    regrets = fit.Data(MEASURED_BY[gpu]).regrets(fit.Models(FORWARD, WEIGHT_GRADIENT))
+@pytest.mark.parametrize(("passes", "most"), [(PASSES, 1.06), (HELD_OUT, 1.09)])
+def test_the_tile_that_is_predicted_fastest_is_fast(
+    passes: list[MeasuredPass], most: float, what: Pass
+) -> None:
+    """On the GPU that the constants are fitted to, and on another one."""
+    regrets = fit.Data(passes).regrets(fit.Models(FORWARD, WEIGHT_GRADIENT))
     found = summary(regrets)[what]
     assert found["passes"] >= 5
-    assert found["geomean"] <= 1.06
+    assert found["geomean"] <= most
     assert found["worst"] <= 1.3
 
 

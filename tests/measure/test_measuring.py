@@ -201,6 +201,7 @@ def revisited(enough_after: int) -> list[str]:
         job=SimpleNamespace(mode="train", budget=60.0),
         group=rank_group_of(),
         device=CPU,
+        memory_format="contiguous_format",
         name=DeviceName("cpu"),
         known=lambda *_: None,
         keep=lambda stage, key, value: kept.append(key),

@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hetconv
 from hetconv.autotune.measure.layer_workloads import (
@@ -30,8 +31,9 @@ from hetconv.autotune.measure.other_workloads import (
 )
 from hetconv.autotune.measure.sampling import PassCalls, Passes
 from hetconv.cost.operator_cost import kind_of
+from hetconv.kernels import is_channels_last
 from hetconv.runtime.het_tensor import HetTensor
-from hetconv.sharding.conv_spec import ConvSpec
+from hetconv.sharding.conv_spec import ConvSpec, MemoryFormat
 from hetconv.sharding.layer_rules import Conv, Linear
 from tests.nets import OTHER_RANKS, MobileBlock, ResNet
 from tests.spawn import on_ranks
@@ -310,3 +312,32 @@ def test_equal_layers_are_one_workload_and_the_largest_comes_first() -> None:
 def test_local_parts_are_themselves() -> None:
     x = torch.ones(2)
     assert local(x) is x
+
+
+@pytest.mark.parametrize("memory_format", get_args(MemoryFormat))
+def test_layers_run_in_the_memory_format_of_the_model(
+    memory_format: MemoryFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = set[bool]()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            images = [x for x in args if isinstance(x, Tensor) and min(x.shape) > 1]
+            if "conv" in func.name() and "backward" not in func.name():
+                seen.update(is_channels_last(x) for x in images)
+            return func(*args, **(kwargs or {}))
+
+    graph = hetconv.capture(ResNet(), torch.zeros(2, 3, 45, 40))
+    measured = [
+        w
+        for w in workloads_of(graph, 2, memory_format)
+        if not isinstance(w, DispatchOverhead)
+    ]
+    assert {w.memory_format for w in measured} == {memory_format}
+    with Watch():
+        for workload in measured:
+            if isinstance(workload, LayerWorkload):
+                workload.samples(once, CPU)
+    assert seen == {memory_format == "channels_last"}

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hetconv.autotune.measure import paired_rounds
+from hetconv.autotune.measure.device_info import conditions
 from hetconv.autotune.measure.paired_rounds import MIN_ROUNDS
 from hetconv.autotune.models.inputs import ModelInputs
 from hetconv.autotune.search import job, race
@@ -30,7 +31,7 @@ from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import SINGLE_DEVICE
 from tests.cli.test_summary import PAIR, captured
 
-ALONE = PlainModel(0, "contiguous")
+ALONE = PlainModel(0, "contiguous_format")
 OTHER = PlainModel(0, "channels_last")
 Seconds = Callable[[Variant], list[float]]
 
@@ -60,6 +61,7 @@ class Clock:
         self.requests: list[TimingRequest] = []
         self.kept: dict[tuple[str, str], Any] = {}
         self.graph, self.device = captured(), torch.device("cpu")
+        self.conditions = conditions(self.device)
         self.job = SimpleNamespace(mode="train", seed=0, budget=budget, trials=0)
         silent = lambda *_: None  # noqa: E731
         self.say = SimpleNamespace(

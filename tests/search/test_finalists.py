@@ -74,7 +74,7 @@ def confirmed(steps: Steps, left_s: float = 99.0) -> Confirmation | None:
         for k, name in enumerate(steps.seconds)
         if name != REFERENCE
     }
-    race = FinalRace(run, base, PlainModel(0, "contiguous"), BUDGET_S)
+    race = FinalRace(run, base, PlainModel(0, "contiguous_format"), BUDGET_S)
     return race.confirm(plans, GUARDS & plans.keys())
 
 

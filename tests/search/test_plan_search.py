@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from hetconv.autotune.launch.progress import Reporter
+from hetconv.autotune.measure.device_info import conditions
 from hetconv.autotune.models.inputs import ModelInputs
 from hetconv.autotune.search import plan_search
 from hetconv.autotune.search.job import Run
@@ -97,6 +98,7 @@ def searched(
         race=SimpleNamespace(lead=lead),
         inputs=ModelInputs.of(torch.zeros(2, 4, 16, 16)),
         device=torch.device("cpu"),
+        conditions=conditions(torch.device("cpu")),
         on_gpu=False,
         passed=lambda part: lambda: spent > part,
         known=lambda stage, key, _: kept.get((stage, key)),

@@ -70,7 +70,7 @@ def raced(model: nn.Module, *requests: TimingRequest) -> list[Timings | str]:
 
 def test_every_variant_is_timed_in_every_round() -> None:
     variants = {
-        "alone": PlainModel(0, "contiguous"),
+        "alone": PlainModel(0, "contiguous_format"),
         "other": PlainModel(1, "channels_last"),
         "trial": plan((3, 1)),
     }
@@ -150,7 +150,9 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_next_trial_runs(
     failing = TimingRequest(
         "it", {"trial": plan_of(Failing(rank, nth), prefixed, 2)}, 5
     )
-    on_other = TimingRequest("it", {"alone": PlainModel(1 - rank, "contiguous")}, 2)
+    on_other = TimingRequest(
+        "it", {"alone": PlainModel(1 - rank, "contiguous_format")}, 2
+    )
     first, _ = on_ranks(2, raced, Failing(rank, nth), failing, on_other, failing)
     assert first[0] == first[2] == f"on rank {rank}: OutOfMemoryError: there is no"
     assert isinstance(first[1], Timings)
@@ -192,11 +194,11 @@ def test_too_slow_is_told_from_noise(seconds: list[float], is_given_up: bool) ->
 
 def test_images_have_two_formats() -> None:
     assert plain_variants(1, ModelInputs.of(torch.ones(1, 2, 3, 4))) == (
-        PlainModel(1, "contiguous"),
+        PlainModel(1, "contiguous_format"),
         PlainModel(1, "channels_last"),
     )
     assert plain_variants(1, ModelInputs.of(torch.ones(1, 2, 3))) == (
-        PlainModel(1, "contiguous"),
+        PlainModel(1, "contiguous_format"),
     )
 
 
@@ -206,7 +208,7 @@ def alone_at(speed: float) -> float:
     try:
         (found,) = raced(
             nn.Conv2d(4, 64, 5),
-            TimingRequest("it", {"alone": PlainModel(0, "contiguous")}, 9),
+            TimingRequest("it", {"alone": PlainModel(0, "contiguous_format")}, 9),
         )
     finally:
         throttle.set_speed(1.0)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from optuna.trial import FrozenTrial, TrialState
 
+from hetconv.autotune.measure.device_info import conditions
 from hetconv.autotune.measure.paired_rounds import LogRatio
 from hetconv.autotune.search.journal import Store
 from hetconv.autotune.search.race import TimingRequest, Timings, TrialFailedError
@@ -224,6 +225,7 @@ def searching(
         ),
         race=SimpleNamespace(lead=lead),
         device=torch.device("cpu"),
+        conditions=conditions(torch.device("cpu")),
     )
     yield RatioSearch(run, base, "height", (8, 8), 1.0), lines
     store.close()

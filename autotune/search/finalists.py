@@ -13,6 +13,11 @@ from hetconv.schemas.plan import Plan
 
 from .job import Run
 from .race import REFERENCE, TimingRequest, TrialFailedError, Variant
+from .shortlist import PREDICTION_ERROR
+
+RACE_PART = 0.1  # of the budget, for the race
+LOSES_BY_FAR = (1 + PREDICTION_ERROR) ** 2  # as both predictions may be off
+DECISIVE_ROUNDS = 8  # that tell one plan from another one by a tenth, mostly
 
 Finalists = Mapping[str, Contender]
 """Plans by a name of their own, those that are likely to be the fastest first."""
@@ -39,6 +44,16 @@ class Confirmation(NamedTuple):
         if best in ratios and ratios[best].surely_below(0.0):
             return best
         return REFERENCE
+
+
+def race_seconds(run: Run, round_s: float) -> float:
+    """Returns for how long finalists race: where steps are long, until they differ.
+
+    Args:
+        run: the job.
+        round_s: seconds of a step of the reference and of the likeliest plan.
+    """
+    return max(RACE_PART * run.job.budget, min(DECISIVE_ROUNDS * round_s, run.left_s))
 
 
 @dataclass(frozen=True)
@@ -93,11 +108,21 @@ class FinalRace:
             left = {name: c for name, c in left.items() if name not in slower}
 
     def _in_time(self, finalists: Finalists, guards: Set[str]) -> dict[str, Contender]:
-        """Returns the guards, and as many others as are expected to race in time, one at least."""
+        """Returns the guards, and as many others as are expected to race in time, one at least.
+
+        Guards that are predicted to lose by far leave their time to the others where the
+        rounds that a decision takes would not fit.
+        """
         left_s = self.run.left_s
+        step_s = {name: c.predicted.step_s for name, c in finalists.items()}
+        guards_s = sum(step_s[name] for name in guards & step_s.keys())
+        least_s = min(step_s.values(), default=0.0)
+        is_short = (1 + DECISIVE_ROUNDS) * (guards_s + 2 * least_s) > left_s
         found: dict[str, Contender] = {}
         for name, contender in finalists.items():
-            left_s -= (1 + MIN_ROUNDS) * contender.predicted.step_s
+            if name in guards and is_short and step_s[name] > LOSES_BY_FAR * least_s:
+                continue
+            left_s -= (1 + MIN_ROUNDS) * step_s[name]
             if name in guards or left_s > 0 or not found.keys() - guards:
                 found[name] = contender
         return found

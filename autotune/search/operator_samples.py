@@ -13,7 +13,7 @@ from hetconv.schemas.provenance import Disturbance
 
 from .job import Run, part_of
 
-OPERATORS_PART = 0.5  # of the budget, by the end of this stage
+OPERATORS_PART = 0.4  # of the budget, by the end of this stage
 MAX_REVISITS = 4  # of an operator whose medians have not converged
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import log
+from math import exp, log
 from statistics import median
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import SINGLE_DEVICE, Plan
 from hetconv.schemas.tuning_results import TunedPlan, TunedRatio
 
-from .finalists import Confirmation, FinalRace
+from .finalists import Confirmation, FinalRace, race_seconds
 from .job import Run, part_of
 from .race import (
     CANDIDATE,
@@ -43,7 +43,7 @@ from .stages import PLANS_PART
 
 MIN_TRIAL_S = 2.0
 TIMED_PART = 0.7  # of a trial's seconds; the rest makes the model and tries it
-RATIO_PART, RACE_PART = 0.06, 0.1  # of the whole budget
+RATIO_PART, MIN_TRIALS = 0.06, 4  # of the whole budget; fewer trials find nothing
 MAX_CHALLENGERS = 4
 MIN_RACE_STEPS = 3  # of a plan that was not timed: a trial, a first step and a round
 # In logarithms, how much slower than the likeliest a challenger is expected to be.
@@ -109,23 +109,25 @@ class PlanSearch:
         calibrated = calibrate(estimator, self._observations())
         calibrated = with_drift(calibrated, [timing for _, timing in self.timed])
         replanned = contenders(self.run.graph, calibrated, mode=mode)
-
         expected = self._expected(shortlist(replanned), reference)
+        reference_s = self._reference_s(reference.contender.predicted.step_s)
+        best = exp(expected[0].log_ratio) if expected else 0.0
+        race_s = race_seconds(self.run, (1 + best) * reference_s)
         may_win = bool(expected) and expected[0].log_ratio < log(MAX_SLOWDOWN)
-        ratio = self._tune_ratio(expected[0].contender) if may_win else None
+        ratio = self._tune_ratio(expected[0].contender, race_s) if may_win else None
         if ratio is not None and ratio.weights != ratio.computed_weights:
             expected.insert(0, self._with_ratio(ratio, expected[0]))
+        affordable = max(int(race_s / (MIN_ROUNDS * reference_s)), 1)
+        likely = expected[: min(affordable, MAX_CHALLENGERS)]
         finalists, guards = self._finalists(
-            expected, (replanned[0], even), reference.contender
+            likely, (replanned[0], even), reference.contender
         )
-        race_s = RACE_PART * self.run.job.budget
         race = FinalRace(self.run, self.base, reference.variant, race_s)
         confirmed = race.confirm(finalists, guards)
         if confirmed is None:
             return calibrated
         plan = self._tuned_plan(confirmed, reference, even, calibrated)
-        tuned = (ratio,) if ratio is not None else ()
-        return replace(calibrated, plans=(plan,), tuned=tuned)
+        return replace(calibrated, plans=(plan,), tuned=(ratio,) if ratio else ())
 
     def _find_reference(self, planned: Sequence[Contender]) -> Reference | None:
         """Finds the fastest device alone, in its faster memory format.
@@ -287,16 +289,18 @@ class PlanSearch:
         ]
         return sorted(expected, key=lambda plan: plan.log_ratio)
 
-    def _tune_ratio(self, likeliest: Contender) -> TunedRatio | None:
-        """Refines the ratio of a plan, if it has one and time is left."""
+    def _tune_ratio(self, likeliest: Contender, race_s: float) -> TunedRatio | None:
+        """Refines the ratio of a plan, if it has one and time is left before the race."""
         run = self.run
         found = ratio_of(likeliest.splits)
-        if found is None or not run.job.trials or run.left_s <= 0:
+        spare_s = run.left_s - race_s
+        trials_s = MIN_TRIALS * 2 * (1 + MIN_ROUNDS) * self._expected_s(likeliest)
+        if found is None or not run.job.trials or spare_s < trials_s:
             return None
         part = part_of(run, RATIO_PART)
         trial_s = max(MIN_TRIAL_S, part * run.job.budget / run.job.trials)
         search = RatioSearch(run, self.base, *found, trial_s)
-        lasts = min(part, run.left_s / run.job.budget)
+        lasts = min(part, spare_s / run.job.budget)
         return search.tune(run.passed(run.spent + lasts))
 
     def _with_ratio(self, ratio: TunedRatio, computed: Expected) -> Expected:
@@ -308,7 +312,7 @@ class PlanSearch:
 
     def _finalists(
         self,
-        expected: Sequence[Expected],
+        likely: Sequence[Expected],
         guards: Iterable[Contender | None],
         reference: Contender,
     ) -> tuple[dict[str, Contender], set[str]]:
@@ -317,13 +321,10 @@ class PlanSearch:
         The plans that are likely to be the fastest come first. Those that were not
         timed are tried, and left out where they fail.
         """
-        race_s = RACE_PART * self.run.job.budget
-        reference_s = self._reference_s(reference.predicted.step_s)
-        affordable = max(int(race_s / (MIN_ROUNDS * reference_s)), 1)
         challengers = [
             plan.contender
-            for plan in expected[: min(affordable, MAX_CHALLENGERS)]
-            if plan.log_ratio <= expected[0].log_ratio + MAX_EXPECTED_LOSS
+            for plan in likely
+            if plan.log_ratio <= likely[0].log_ratio + MAX_EXPECTED_LOSS
         ]
         guarding = [c for c in guards if c and not c.name.startswith(SINGLE_DEVICE)]
         known = {key_of(c.splits): t.ratio is not None for c, t in self.timed}

@@ -269,7 +269,7 @@ class Conv:
         reads = (
             Layout.sharded(spec.x_shape, 0, sizes)
             if dim == 0
-            else window_reads(x.shape, y, dim, spec.windows[dim - 2])
+            else window_reads(x, y, dim, spec.windows[dim - 2])
         )
         return OpSharding((reads,), y, partial_grads=True)
 
@@ -282,18 +282,35 @@ class Conv:
         return ReadRegion(spec.x_shape, tuple(boxes))
 
 
-def window_reads(shape: Shape, y: Layout, dim: int, window: Window) -> ReadRegion:
+def window_reads(x: Layout, y: Layout, dim: int, window: Window) -> ReadRegion:
     """Returns what ranks read of an input, halos included, to compute their outputs.
 
+    A rank that holds what it reads, and less than a stride beyond it, reads that too: it
+    adds no output, and the input is not cut.
+
     Args:
-        shape: Shape of the input.
+        x: Layout of the input.
         y: Layout of the output, sharded along ``dim``.
         dim: Dimension that is split.
         window: The sliding window along ``dim``.
     """
-    reads = [window.reads((b.lo[dim], b.hi[dim]), shape[dim]) for b in y.boxes]
-    whole = Box.whole(shape)
-    return ReadRegion(shape, tuple(whole.with_range(dim, lo, hi) for lo, hi in reads))
+    reads = [window.reads((b.lo[dim], b.hi[dim]), x.shape[dim]) for b in y.boxes]
+    whole = Box.whole(x.shape)
+    boxes = tuple(whole.with_range(dim, lo, hi) for lo, hi in reads)
+    if x.kind == "sharded":
+        boxes = tuple(
+            own if _exceeds_by_less(own, box, dim, window.stride) else box
+            for own, box in zip(x.boxes, boxes, strict=True)
+        )
+    return ReadRegion(x.shape, boxes)
+
+
+def _exceeds_by_less(own: Box, box: Box, dim: int, stride: int) -> bool:
+    """Returns whether a box is another one, and less than ``stride`` beyond its end."""
+    a, b = box.lo[dim], box.hi[dim]
+    return a < b < own.hi[dim] < b + stride and own == box.with_range(
+        dim, a, own.hi[dim]
+    )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hetconv.autotune.measure.paired_rounds import MIN_ROUNDS
-from hetconv.autotune.search.finalists import Confirmation, FinalRace
+from hetconv.autotune.search.finalists import Confirmation, FinalRace, race_seconds
 from hetconv.autotune.search.race import (
     REFERENCE,
     PlainModel,
@@ -58,7 +58,9 @@ class Steps:
         }
 
 
-def confirmed(steps: Steps, left_s: float = 99.0) -> Confirmation | None:
+def confirmed(
+    steps: Steps, left_s: float = 99.0, predicted: Mapping[str, float] | None = None
+) -> Confirmation | None:
     """What comes of a race of all whose seconds are known, in this order."""
     graph = capture(Chain(), torch.zeros(2, 4, 16, 16))
     base = make_plan(graph, ClusterProfile.from_devices(["cpu", "cpu@0.5"]))
@@ -68,7 +70,7 @@ def confirmed(steps: Steps, left_s: float = 99.0) -> Confirmation | None:
         name: Contender(
             name,
             splits_of(Chain(), ("height",), (15 - k, 1 + k)),
-            Prediction(1.0, 0.0, (), (), ()),
+            Prediction((predicted or {}).get(name, 1.0), 0.0, (), (), ()),
             {},
         )
         for k, name in enumerate(steps.seconds)
@@ -114,6 +116,22 @@ def test_what_a_guard_is_faster_than_is_not_the_plan(guard: str) -> None:
 @pytest.mark.parametrize(("seconds", "name"), [(1.01, REFERENCE), (0.99, "a")])
 def test_the_reference_stays_unless_it_is_beaten(seconds: float, name: str) -> None:
     assert winner(Steps({REFERENCE: 1.0, "a": seconds, "even": 1.2})) == name
+
+
+@pytest.mark.parametrize(
+    ("left_s", "even_s", "ran"),
+    [
+        (99.0, 2.0, {"a", "even"}),  # there is time for all
+        (20.0, 2.0, {"a"}),
+        (20.0, 1.5, {"a", "even"}),  # it may be the faster one
+    ],
+)
+def test_a_guard_that_would_lose_does_not_take_the_time_of_a_decision(
+    left_s: float, even_s: float, ran: set[str]
+) -> None:
+    steps = Steps({REFERENCE: 1.0, "a": 0.6, "even": 0.9})
+    confirmed(steps, left_s, {"even": even_s})
+    assert steps.ran == [ran]
 
 
 def test_noise_does_not_beat_the_reference() -> None:
@@ -183,3 +201,13 @@ def test_without_time_the_likeliest_one_races_the_guards(
     assert found is not None
     assert steps.ran[0] == {"even", *others}
     assert found.winner == "a"
+
+
+@pytest.mark.parametrize(
+    ("round_s", "expected"), [(0.1, 10.0), (2.0, 16.0), (5.0, 30.0)]
+)
+def test_long_steps_race_until_they_differ_or_the_time_is_up(
+    round_s: float, expected: float
+) -> None:
+    run: Any = SimpleNamespace(job=SimpleNamespace(budget=100.0), left_s=30.0)
+    assert race_seconds(run, round_s) == expected

@@ -253,6 +253,13 @@ def test_a_better_ratio_races_and_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
     assert ran.profile.tuned[0].weights == (12, 4)
     assert searched(seconds, trials=0).profile.tuned == ()
 
+    def long(splits: Splits) -> float:
+        return 10 * seconds(splits)
+
+    ran = searched(long, alone_s=10.0, trials=4)  # the race takes what time is left
+    assert ran.profile.tuned == ()
+    assert ran.plan.step_s < 10.0
+
 
 class Decided(NamedTuple):
     """What a rank knows afterwards, and how many requests it led."""

@@ -14,9 +14,6 @@ from examples.edsr import SCALE
 
 TRAINING = ("coffee", "chelsea", "rocket")
 HELD_OUT = "astronaut"
-# Without AVX-512 PyTorch takes up to twice as long to train channels-last.
-IS_SLOW = torch.backends.cpu.get_cpu_capability() == "AVX2"
-MEMORY_FORMAT = torch.contiguous_format if IS_SLOW else torch.channels_last
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ def load(name: str) -> Pair:
     low = F.interpolate(
         high, scale_factor=1 / SCALE, mode="bicubic", antialias=True
     ).clamp(0, 1)
-    return Pair(_formatted(low), _formatted(high))
+    return Pair(low.contiguous(), high.contiguous())
 
 
 def bicubic(low: Tensor) -> Tensor:
@@ -81,10 +78,6 @@ class Batches:
                 slice(at * scale, (at + size) * scale) for at in (top, left)
             )
             part = image[..., rows, columns].flip(flips)
-            return _formatted(part.mT if turned else part)
+            return (part.mT if turned else part).contiguous()
 
         return Pair(crop(pair.low, 1), crop(pair.high, SCALE))
-
-
-def _formatted(image: Tensor) -> Tensor:
-    return image.contiguous(memory_format=MEMORY_FORMAT)

@@ -32,7 +32,6 @@ from examples import pictures
 from examples.edsr import EDSR
 from examples.photographs import (
     HELD_OUT,
-    MEMORY_FORMAT,
     Batches,
     Pair,
     bicubic,
@@ -94,14 +93,14 @@ def train_on_both(options: Options, plan_file: Path) -> None:
     plan = hetconv.Plan.load(plan_file)
     compare_speed(options, plan)
 
-    model = hetconv.parallelize(new_model(), plan)
+    model = hetconv.parallelize(new_model(plan), plan)
     photograph = load(HELD_OUT)
     before = upscaled(model, photograph)
     losses = train(options, model, options.steps)
     after = upscaled(model, photograph)
 
     if dist.get_rank() == 0:
-        compare_losses(options, losses)
+        compare_losses(options, plan, losses)
         plain = bicubic(photograph.low)
         found = {"bicubic": plain, "network before training": before, "after": after}
         scores = ", ".join(
@@ -117,10 +116,11 @@ def train_on_both(options: Options, plan_file: Path) -> None:
         )
 
 
-def new_model() -> nn.Module:
-    """With the same weights every time."""
+def new_model(plan: hetconv.Plan) -> nn.Module:
+    """With the same weights every time, in the memory format that was measured."""
     torch.manual_seed(SEED)
-    model: nn.Module = EDSR().to(memory_format=MEMORY_FORMAT)  # type: ignore[call-overload]
+    memory_format = getattr(torch, plan.memory_format)
+    model: nn.Module = EDSR().to(memory_format=memory_format)  # type: ignore[call-overload]
     return model
 
 
@@ -167,9 +167,9 @@ def upscaled(model: nn.Module, photograph: Pair) -> Tensor:
     return image.clamp(0, 1)
 
 
-def compare_losses(options: Options, split: list[float]) -> None:
+def compare_losses(options: Options, plan: hetconv.Plan, split: list[float]) -> None:
     """The fast device alone starts from the same weights and takes the same batches."""
-    alone = train(options, new_model(), min(COMPARED, options.steps))
+    alone = train(options, new_model(plan), min(COMPARED, options.steps))
     largest = max(abs(a - b) for a, b in zip(alone, split, strict=False))
     options.say(
         f"the fast device alone has the same losses: {len(alone)} steps, largest difference "
@@ -187,11 +187,11 @@ def compare_speed(options: Options, plan: hetconv.Plan) -> None:
     batch, many = Batches(SIZE, SEED).next(), 10 * ROUNDS
     split = {"even split": even, "tuned split": plan}
     steps = {
-        n: partial(trainer(hetconv.parallelize(new_model(), p), many), batch)
+        n: partial(trainer(hetconv.parallelize(new_model(p), p), many), batch)
         for n, p in split.items()
     }
     alone = (
-        partial(trainer(new_model(), many), batch)
+        partial(trainer(new_model(plan), many), batch)
         if dist.get_rank() == 0
         else lambda: 0.0
     )
@@ -241,7 +241,7 @@ def typical_timeline(step: Callable[[], object]) -> pictures.Timeline:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=230, help="of training")
+    parser.add_argument("--steps", type=int, default=120, help="of training")
     parser.add_argument(
         "--trials", type=int, default=8, help="ratios that autotune tries"
     )

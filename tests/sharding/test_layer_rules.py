@@ -10,8 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hetconv.errors import HetConvError, SplitError
-from hetconv.sharding.conv_spec import ConvSpec
-from hetconv.sharding.layer_rules import Conv, Linear
+from hetconv.sharding.conv_spec import ConvSpec, Window
+from hetconv.sharding.layer_rules import Conv, Linear, window_reads
 from hetconv.sharding.layout import Box, Layout, apportion, spans
 from hetconv.sharding.param_shards import ParamShards
 from hetconv.sharding.rule import OpSharding
@@ -107,6 +107,31 @@ def test_rows_in_proportion_read_the_rows_of_their_windows(
     ):
         reads = window.reads((out.lo[dim], out.hi[dim]), op.spec.x_shape[dim])
         assert (read.lo[dim], read.hi[dim]) == reads
+
+
+@pytest.mark.parametrize(
+    ("kernel", "rows", "expected"),
+    [
+        (1, (4, 4), [(0, 4), (4, 8)]),  # the row after the last window comes along
+        (1, (3, 5), [(0, 3), (4, 7)]),  # not where a rank's first row is cut off anyway
+        (2, (4, 4), [(0, 4), (4, 8)]),  # every row is in a window
+        (1, (8, 0), [(0, 3), (4, 7)]),  # another rank reads it
+    ],
+)
+def test_rows_that_no_window_reads_are_not_cut_off(
+    kernel: int, rows: tuple[int, int], expected: list[tuple[int, int]]
+) -> None:
+    window = Window(kernel, stride=2)
+    x, y = (
+        Layout.sharded((1, 3, 8, 2), 2, rows),
+        Layout.sharded((1, 3, 4, 2), 2, (2, 2)),
+    )
+    reads = window_reads(x, y, 2, window)
+    assert [(box.lo[2], box.hi[2]) for box in reads.boxes] == expected
+    gathered = window_reads(Layout.replicated(x.shape, 2), y, 2, window)
+    assert [box.hi[2] for box in gathered.boxes] == [
+        window.reads((a, a + 2), 8)[1] for a in (0, 2)
+    ]
 
 
 @given(st.data(), convolutions(), worlds)

@@ -244,7 +244,7 @@ def measure(
         )
         profile = tune(job).profile
         model = build_model(case.model, case.arguments, 0).train(mode == "train")
-        model, x = formatted(model, random_input(case.input, 0), "channels_last")
+        model, x = formatted(model, random_input(case.input, 0), profile.memory_format)
         with torch.set_grad_enabled(mode == "train"):
             graph = capture(model, x)
         plan = make_plan(graph, profile, mode=mode)

@@ -132,7 +132,9 @@ def layer_errors(
     """
     own, group = profile.devices[rank_group_of().rank], rank_group_of()
     layers = [
-        w for w in workloads_of(graph, group.size) if isinstance(w, LayerWorkload)
+        w
+        for w in workloads_of(graph, group.size, profile.memory_format)
+        if isinstance(w, LayerWorkload)
     ][:MAX_LAYERS]
     shares = [
         (s, max(round(share * s.extent / s.cut), 1) * s.cut)
@@ -140,7 +142,15 @@ def layer_errors(
         for share in SHARES
     ]
     spots = [
-        Spot(s.op, s.axis, s.dtype, s.bias, s.between, part=part)
+        Spot(
+            s.op,
+            s.axis,
+            s.dtype,
+            s.bias,
+            s.between,
+            memory_format=s.memory_format,
+            part=part,
+        )
         for s, part in dict.fromkeys(shares)
     ]
     first, again = (

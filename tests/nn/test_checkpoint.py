@@ -177,11 +177,8 @@ def test_the_first_rank_that_holds_the_whole_writes_it(tmp_path: Path) -> None:
         for index, info in storage.items()
         if "optimizer" not in index.fqn
     }
-    assert [wrote[f"model.{name}.weight"] for name in ("one", "two", "head")] == [
-        "__0",
-        "__1",
-        "__2",
-    ]
+    written = [wrote[f"model.{name}.weight"] for name in ("one", "two", "head")]
+    assert written == ["__0", "__1", "__2"]
 
 
 def with_extra(path: Path) -> Any:
@@ -379,11 +376,8 @@ def test_what_cannot_be_loaded_is_refused_on_every_rank(
 class Other(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.norm, self.more = (
-            nn.Conv2d(3, 6, 5, padding=2),
-            nn.GroupNorm(2, 6),
-            nn.Linear(2, 2),
-        )
+        self.one, self.norm = nn.Conv2d(3, 6, 5, padding=2), nn.GroupNorm(2, 6)
+        self.more = nn.Linear(2, 2)
 
 
 def of_another_model(path: Path) -> Any:
@@ -398,10 +392,8 @@ def test_the_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> N
     hetconv.save_checkpoint(tmp_path / "run", Other())
     os.truncate(tmp_path / "run" / "__0_0.distcp", 0)  # the metadata is enough to tell
     for said, changed in on_ranks(2, of_another_model, tmp_path / "run"):
-        assert (
-            "missing ['norm.num_batches_tracked', 'norm.running_mean', 'norm.running_var']"
-            in said
-        )
+        statistics = "num_batches_tracked", "running_mean", "running_var"
+        assert f"missing {[f'norm.{name}' for name in statistics]}" in said
         assert "unknown ['more.bias', 'more.weight']" in said
         assert "['one.weight: (6, 3, 5, 5), expected (6, 3, 3, 3)']" in said
         assert changed == 0

@@ -167,9 +167,8 @@ def padded_rows(
         return None
     if all(sender == reader for sender, reader, _ in overlaps(src.boxes, read.boxes)):
         return None
-    size, shape = src.shape[dim], list(read.boxes[rank].shape)
-    (lo, hi), (before, after) = window.reads(out, size), window.padding(out, size)
-    span = (lo - before, hi + after)
+    box, (before, after) = read.boxes[rank], window.padding(out, src.shape[dim])
+    span, shape = (box.lo[dim] - before, box.hi[dim] + after), list(box.shape)
     shape[dim] = span[1] - span[0]
     return PaddedRows(dim, span, tuple(shape), src, read, rank)
 

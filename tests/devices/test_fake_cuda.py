@@ -199,5 +199,6 @@ def test_every_branch_for_cuda_is_listed() -> None:
         "hetconv/ops/trial_run.py",
         "hetconv/comm/rank_group.py",
         "kernels/aten.py",
+        "kernels/memory_formats.py",
     }
     assert found - only_for_cpus == set(BRANCHES)

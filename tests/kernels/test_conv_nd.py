@@ -247,7 +247,9 @@ def chunked() -> bool:
         4, 3, (5, 4, 6), 8, (2, 3, 1), (1, 2, 1), ((1, 1), (1, 1), (0, 0)), (1, 1, 1)
     )
     one, more = (
-        overlap.gathering(spec, Split("filter", (6, 2)), torch.device("cpu"), n)()
+        overlap.gathering(
+            spec, Split("filter", (6, 2)), torch.device("cpu"), n, "channels_last"
+        )()
         for n in (1, 3)
     )
     return one.shape == spec.y_shape and torch.allclose(one, more, atol=1e-5)

@@ -26,7 +26,7 @@ def halos(draw: st.DrawFn, shape: Shape, world: int) -> ReadRegion:
     dim, window = draw(st.integers(0, len(shape) - 1)), draw(windows)
     out = tuple(window.out_size(n) if d == dim else n for d, n in enumerate(shape))
     return window_reads(
-        shape,
+        draw(layouts(shape, world)),
         Layout.sharded(out, dim, apportion(out[dim], draw(weights(world)))),
         dim,
         window,

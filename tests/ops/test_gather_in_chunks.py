@@ -204,6 +204,7 @@ def test_the_layers_that_chunks_can_help() -> None:
     assert {split for _, split in asked} == {splits["two"], splits["four"]}
 
 
+CPU = torch.device("cpu")
 SPEC = ConvSpec(4, 8, (9, 8), 16, (2, 2), (1, 1), ((0, 1), (0, 1)), (1, 1))
 SPLIT = Split("filter", (12, 4))
 
@@ -233,7 +234,7 @@ def test_more_than_one_only_if_faster_twice(
 
     monkeypatch.setattr(overlap, "paired", paired)
     monkeypatch.setattr(overlap, "gathering", lambda *args: lambda: whole)
-    found = overlap.best_chunks(SPEC, SPLIT, torch.device("cpu"))
+    found = overlap.best_chunks(SPEC, SPLIT, CPU, "channels_last")
     assert (found.chunks, found.unchunked_s) == (expected, 1e-3)
     assert found.seconds == pytest.approx(
         1e-3 * (faster[expected] if expected > 1 else 1.0)
@@ -251,9 +252,9 @@ def test_chunks_with_other_bits_are_not_taken(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(overlap, "paired", paired)
     monkeypatch.setattr(
-        overlap, "gathering", lambda *args: lambda: torch.tensor(1.0 + (args[-1] == 4))
+        overlap, "gathering", lambda *args: lambda: torch.tensor(1.0 + (args[3] == 4))
     )
-    assert overlap.best_chunks(SPEC, SPLIT, torch.device("cpu")).chunks == 2
+    assert overlap.best_chunks(SPEC, SPLIT, CPU, "channels_last").chunks == 2
 
 
 def measured() -> tuple[TunedChunks, ...]:

@@ -13,10 +13,9 @@ from hetconv.schemas.plan import Plan
 
 from .job import Run
 from .race import REFERENCE, TimingRequest, TrialFailedError, Variant
-from .shortlist import PREDICTION_ERROR
+from .shortlist import MAX_PREDICTED_RATIO
 
 RACE_PART = 0.1  # of the budget, for the race
-LOSES_BY_FAR = (1 + PREDICTION_ERROR) ** 2  # as both predictions may be off
 DECISIVE_ROUNDS = 8  # that tell one plan from another one by a tenth, mostly
 
 Finalists = Mapping[str, Contender]
@@ -120,7 +119,11 @@ class FinalRace:
         is_short = (1 + DECISIVE_ROUNDS) * (guards_s + 2 * least_s) > left_s
         found: dict[str, Contender] = {}
         for name, contender in finalists.items():
-            if name in guards and is_short and step_s[name] > LOSES_BY_FAR * least_s:
+            if (
+                name in guards
+                and is_short
+                and step_s[name] > MAX_PREDICTED_RATIO * least_s
+            ):
                 continue
             left_s -= (1 + MIN_ROUNDS) * step_s[name]
             if name in guards or left_s > 0 or not found.keys() - guards:

@@ -38,7 +38,7 @@ from .race import (
 )
 from .ratio_search import RatioSearch, ratio_of
 from .record import COMPARED_WITH, PLANS, PlanTiming, with_drift
-from .shortlist import PREDICTION_ERROR, even_split, key_of, shortlist
+from .shortlist import MAX_PREDICTED_RATIO, even_split, key_of, shortlist
 from .stages import PLANS_PART
 
 MIN_TRIAL_S = 2.0
@@ -137,9 +137,8 @@ class PlanSearch:
         run = self.run
         alone = [c for c in planned if c.name.startswith(SINGLE_DEVICE)]
         alone.sort(key=lambda c: c.predicted.step_s)
-        # The one and the other may be that far off.
-        limit = (1 + PREDICTION_ERROR) ** 2
-        limit_s = limit * min((c.predicted.step_s for c in alone), default=0.0)
+        least_s = min((c.predicted.step_s for c in alone), default=0.0)
+        limit_s = MAX_PREDICTED_RATIO * least_s
         options = {
             f"{c.name}, {variant.memory_format}": Reference(c, variant)
             for c in alone

@@ -17,6 +17,8 @@ from hetconv.sharding.split import Split, SplitKind
 # By which part a prediction may be off: a plan that is predicted to take so much longer
 # may yet be the faster one.
 PREDICTION_ERROR = 0.25
+MAX_PREDICTED_RATIO = (1 + PREDICTION_ERROR) ** 2
+"""Of two predicted times that may be equal, as each may be that far off."""
 MAX_LIKELY, FIRST_LIKELY = 6, 3
 # Times as long as the fastest: who is predicted to take that is not timed; where no
 # split comes nearer to a device alone, none is.

@@ -61,12 +61,11 @@ def _in_boxes(shape: GemmShape, tile: Tile) -> GemmShape:
     return replace(shape, image=(1, 1, steps * tile.k))
 
 
-def load(path: Path) -> list[MeasuredPass]:
-    """Returns the passes of a result file of `bench tiles`.
+def read(path: Path) -> dict[str, Any]:
+    """Returns the document of a result file of `bench tiles`.
 
     Raises:
-        KernelError: The file cannot be read, is of another suite, or names a case that
-            does not exist.
+        KernelError: The file cannot be read, or is of another suite.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -77,6 +76,17 @@ def load(path: Path) -> list[MeasuredPass]:
             f"{path} is no result file of bench tiles; give one, say "
             "bench/results/nvidia-h100-80gb-hbm3/tiles.json"
         )
+    return document
+
+
+def load(path: Path) -> list[MeasuredPass]:
+    """Returns the passes of a result file of `bench tiles`.
+
+    Raises:
+        KernelError: The file cannot be read, is of another suite, or names a case that
+            does not exist.
+    """
+    document = read(path)
     in_boxes = document.get("weight_gradient_steps") == "boxes"
     chip = Chip(**document["chip"])
     return [_loaded(row, chip, in_boxes, path) for row in document["rows"]]

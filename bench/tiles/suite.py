@@ -18,7 +18,7 @@ from hetconv.kernels.chip import chip_of
 from hetconv.kernels.tiles import Pass
 
 from .fit import Data, Models, fitted
-from .measured import MeasuredPass, load, summary
+from .measured import MeasuredPass, load, read, summary
 from .study import candidates, row, studied
 
 MEASURED = RESULTS / "nvidia-h100-80gb-hbm3" / "tiles.json"
@@ -107,8 +107,7 @@ def earlier(output: Path | None, machine: dict[str, Any]) -> list[dict[str, Any]
         raise KernelError("--resume keeps what a file has; give it with --output")
     if not output.exists():
         return []
-    load(output)
-    document = json.loads(output.read_text())
+    document = read(output)
     same = "device", "torch", "triton"
     if any(document[key] != machine[key] for key in same):
         raise KernelError(
